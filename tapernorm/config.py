@@ -1,0 +1,578 @@
+"""The typed configuration: every key with its type, default, range and one-line meaning.
+
+Hydra composes YAML groups and the command line into a tree; `build` checks that tree against the dataclasses below
+and returns a frozen `Config`, after which OmegaConf is behind us. `resolve` computes every value that derives from
+others, once. Nothing here imports torch, so a wrong key is reported before anything slow happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+SCHEMA = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message is one line that names the key and what to do."""
+
+
+def meaning(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field with its one-line meaning (shown by `--help`) and, optionally, a default."""
+    if default is dataclasses.MISSING:
+        return Field(description=text)
+    return Field(default=default, description=text)
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class ModelConfig:
+    """A pre-norm decoder: RoPE, SwiGLU, tied embeddings, no biases."""
+
+    name: str = meaning("label of the size in tables and directory names", "custom")
+    n_layer: PositiveInt = meaning("number of blocks", 8)
+    n_ctx: PositiveInt = meaning("context length in tokens", 512)
+    d_model: PositiveInt = meaning("width of the residual stream", 64)
+    head_dim: PositiveInt = meaning("width of one attention head; d_model must be a multiple of it", 32)
+    d_ff: PositiveInt | None = meaning("hidden width of the MLP; null: 8/3 d_model rounded up to a multiple of 8", None)
+    vocab_size: PositiveInt | None = meaning("null: the tokenizer's; a number must equal it", None)
+    tied: bool = meaning("the head shares the embedding's matrix", True)
+    rope_theta: Annotated[float, Field(gt=0)] = meaning("base of the rotary frequencies", 10000.0)
+    norm_family: Literal["rms", "layer"] = meaning("what is tapered: RMSNorm or LayerNorm", "rms")
+    norm_eps: Annotated[float | None, Field(gt=0)] = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
+    init: str = meaning("'random', or the directory of a run or checkpoint to start from", "random")
+    init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
+
+    @property
+    def n_head(self) -> int:
+        return self.d_model // self.head_dim
+
+
+# ---------------------------------------------------------------------------------------------------------------- norm
+
+SITE_PATTERN = re.compile(r"(?:(\d+)(?:-(\d+))?\.)?(attn|mlp)|final")
+SITES_MEANING = (
+    "which norms: 'attn', 'mlp' (in every block), 'final', or with block numbers: '0.attn', '2-5.mlp'; "
+    "the others stay standard"
+)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class StandardNormConfig:
+    """RMSNorm or LayerNorm everywhere: the baseline."""
+
+    kind: Literal["standard"] = "standard"
+    name: str = meaning("label in tables and directory names", "baseline")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TaperNormConfig:
+    """TaperNorm: a standard norm that a global gate turns into a fixed linear map."""
+
+    kind: Literal["taper"] = "taper"
+    name: str = meaning("label in tables and directory names", "custom_taper")
+    sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp"))
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class DyTConfig:
+    """Comparator: gamma * tanh(alpha * h) + beta."""
+
+    kind: Literal["dyt"] = "dyt"
+    name: str = meaning("label in tables and directory names", "dyt")
+    sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
+    alpha: Annotated[float, Field(gt=0)] = meaning("initial alpha", 0.5)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class DerfConfig:
+    """Comparator: gamma * erf(alpha * h + s) + beta."""
+
+    kind: Literal["derf"] = "derf"
+    name: str = meaning("label in tables and directory names", "derf")
+    sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
+    alpha: Annotated[float, Field(gt=0)] = meaning("initial alpha", 0.5)
+    shift: float = meaning("initial s", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class NoNormConfig:
+    """Comparator: no normalization at all."""
+
+    kind: Literal["none"] = "none"
+    name: str = meaning("label in tables and directory names", "none")
+    sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
+
+
+NormConfig = StandardNormConfig | TaperNormConfig | DyTConfig | DerfConfig | NoNormConfig
+
+
+def select_sites(patterns: tuple[str, ...], n_layer: int) -> list[str]:
+    """The site names ('0.attn', '0.mlp', ..., 'final') that `patterns` select, in the order of the forward pass.
+
+    Raises ConfigError for a pattern that is malformed or names a block that the model lacks.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        match = SITE_PATTERN.fullmatch(pattern)
+        if match is None:
+            raise ConfigError(f"norm.sites: '{pattern}' is not a site; write attn, mlp, final, 0.attn or 2-5.mlp")
+        first, last, site = match.groups()
+        if site is None:
+            chosen.add("final")
+            continue
+        blocks = range(n_layer) if first is None else range(int(first), int(last or first) + 1)
+        if not blocks or blocks[-1] >= n_layer:
+            raise ConfigError(f"norm.sites: '{pattern}' is outside the model's blocks 0 to {n_layer - 1}")
+        chosen.update(f"{block}.{site}" for block in blocks)
+    return [name for name in all_sites(n_layer) if name in chosen]
+
+
+def all_sites(n_layer: int) -> list[str]:
+    """Names of every norm of a model: '<block>.attn', '<block>.mlp' per block, then 'final'."""
+    return [f"{block}.{site}" for block in range(n_layer) for site in ("attn", "mlp")] + ["final"]
+
+
+# --------------------------------------------------------------------------------------------- anchor, gate, calibration
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class AnchorConfig:
+    """The auxiliary scale loss on the residual stream that enters the final norm; acts after k_warmup."""
+
+    kind: Literal["none", "fixed_target", "log_target", "mean_log"] = meaning("which scale loss", "none")
+    weight: Annotated[float, Field(ge=0)] = meaning(
+        "dimensionless strength: lambda * s_tgt^2 for fixed_target, lambda for the log forms", 1.0
+    )
+    absolute_weight: Annotated[float | None, Field(ge=0)] = meaning(
+        "fixed_target only: lambda itself, instead of weight", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class GateConfig:
+    """The one global gate: 1 until step k_warmup, then down to exactly 0 at step k_taper."""
+
+    shape: Literal["cosine", "linear", "sqrt", "step", "constant"] = meaning("constant never tapers", "cosine")
+    k_warmup: NonNegativeInt | None = meaning(
+        "last normalized step; null: max(5 % of the run, end of the learning-rate warmup, min(100, 15 % of the run))",
+        None,
+    )
+    k_taper: PositiveInt | None = meaning("first step with gate 0; null: k_taper_share of the run", None)
+    k_taper_share: Annotated[float, Field(gt=0, le=1)] = meaning("k_taper as a share of trainer.max_steps", 0.5)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class CalibrationConfig:
+    """How the per-layer scalar c (and the anchor's target) is estimated at the end of the warmup."""
+
+    kind: Literal["ema", "one_batch", "none"] = meaning("ema over steps, the last step alone, or c = 1", "ema")
+    decay: Annotated[float, Field(ge=0, lt=1)] = meaning("EMA decay per optimizer step", 0.99)
+    window: PositiveInt | None = meaning(
+        "steps before k_warmup that feed the EMA; null: half the warmup, at least 30, at most 1/(1-decay)", None
+    )
+
+
+# ------------------------------------------------------------------------------------------------- dataset, tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class ToyDatasetConfig:
+    """Stories from the embedded generator: any number, no file, no network."""
+
+    kind: Literal["toy"] = "toy"
+    name: str = meaning("label in tables", "toy")
+    vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 2048)
+    stories: PositiveInt = meaning("training stories to generate", 20000)
+    valid_stories: PositiveInt = meaning("validation stories to generate", 1000)
+    seed: NonNegativeInt = meaning("seed of the generator, apart from the run's", 0)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TinyStoriesDatasetConfig:
+    """roneneldan/TinyStories through the datasets library, or a local copy of it."""
+
+    kind: Literal["tinystories"] = "tinystories"
+    name: str = meaning("label in tables", "tinystories")
+    vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 10000)
+    path: str = meaning(
+        "hub id, or a local folder with train/validation parquet, jsonl or txt files", "roneneldan/TinyStories"
+    )
+    revision: str | None = meaning("hub revision; null: the newest", None)
+    streaming: bool = meaning("read the hub's files as a stream instead of downloading all of them first", True)
+    max_stories: PositiveInt | None = meaning("use only the first so many training stories", None)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TextDatasetConfig:
+    """Your own files: .txt with <|endoftext|> separators, .jsonl, .parquet, folders or globs."""
+
+    kind: Literal["text"] = "text"
+    name: str = meaning("label in tables", "text")
+    vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 4096)
+    train: str | tuple[str, ...] = meaning("file, folder or glob, or a list of them")
+    valid: str | tuple[str, ...] | None = meaning(
+        "the same for validation; null: held_out of the training stories", None
+    )
+    held_out: Share = meaning("share of the stories, chosen by their hash, that validates when valid is null", 0.02)
+    field: str = meaning("column of .jsonl and .parquet files that holds the text", "text")
+
+
+DatasetConfig = ToyDatasetConfig | TinyStoriesDatasetConfig | TextDatasetConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TokenizerConfig:
+    """Text to token ids; all of them encode through tiktoken."""
+
+    kind: Literal["bpe", "gpt2", "bytes"] = meaning("bpe is trained on the data set; gpt2 is the stock one", "bpe")
+    vocab_size: Annotated[int | None, Field(ge=257)] = meaning("bpe only; null: the data set's vocab_size", None)
+    ranks: str | None = meaning("a tiktoken ranks file to use instead of training or downloading one", None)
+    train_bytes: PositiveInt = meaning("bpe only: bytes of text that it is trained on at most", 100_000_000)
+
+
+# ----------------------------------------------------------------------------------------------------- optim, trainer
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class OptimConfig:
+    """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
+
+    lr: Annotated[float | None, Field(gt=0)] = meaning("peak learning rate; null: 0.64 / d_model", None)
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
+    warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 5 % of the run, at most 100", None)
+    decay_steps: PositiveInt | None = meaning("step at which the cosine ends; null: trainer.max_steps", None)
+    weight_decay: Annotated[float, Field(ge=0)] = meaning("on matrices only", 0.1)
+    beta1: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta1", 0.9)
+    beta2: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta2", 0.95)
+    eps: Annotated[float, Field(gt=0)] = meaning("AdamW's epsilon", 1e-8)
+    clip: Annotated[float | None, Field(gt=0)] = meaning("largest gradient norm; null: no clipping", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TrainerConfig:
+    """Length, batch, intervals (in optimizer steps) and machine."""
+
+    max_steps: PositiveInt = meaning("optimizer steps", 300)
+    batch_size: PositiveInt = meaning("sequences of n_ctx tokens per optimizer step", 8)
+    accumulation: PositiveInt = meaning("microbatches that an optimizer step is split into", 1)
+    log_interval: PositiveInt = meaning("steps between lines of training metrics", 10)
+    dynamics_interval: PositiveInt = meaning("steps between measurements on the probe batch", 20)
+    probe_size: PositiveInt = meaning("sequences in the fixed probe batch", 4)
+    val_interval: PositiveInt | None = meaning("steps between validations; null: a sixth of the run", None)
+    val_tokens: PositiveInt = meaning("validation tokens, always the same ones", 65536)
+    val_batch_size: PositiveInt = meaning("sequences per validation forward; does not change the loss", 8)
+    save_interval: PositiveInt | None = meaning("steps between checkpoints; null: a sixth of the run", None)
+    keep_last: PositiveInt = meaning("checkpoints to keep, beside the best one", 2)
+    samples: NonNegativeInt = meaning("stories to print at the end", 3)
+    sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
+    compile: bool = meaning("torch.compile the training step, one graph per phase", False)
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = meaning(
+        "auto, cpu, cuda, cuda:1, mps", "auto"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = meaning("bfloat16 means autocast; auto: where it is faster", "auto")
+    progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class TrackingConfig:
+    """metrics.jsonl is always written; Weights & Biases mirrors it."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = meaning(
+        "auto: online with an API key, else offline", "auto"
+    )
+    project: str = meaning("W&B project", "tapernorm")
+    entity: str | None = meaning("W&B user or team", None)
+    group: str | None = meaning("W&B group; null: the sweep's name in a sweep", None)
+    tags: tuple[str, ...] = meaning("W&B tags", ())
+    strict: bool = meaning("stop instead of going on offline when W&B cannot be reached", False)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class SweepConfig:
+    """What `--multirun` does beyond running its jobs."""
+
+    name: str | None = meaning(
+        "directory of the sweep under runs_dir/sweeps; null: a hash of the swept overrides", None
+    )
+    fail_fast: bool = meaning("stop at the first failing job", False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- root
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class Config:
+    """Everything that determines a run."""
+
+    model: ModelConfig = ModelConfig()
+    norm: Annotated[NormConfig, Field(discriminator="kind")] = TaperNormConfig()
+    anchor: AnchorConfig = AnchorConfig()
+    gate: GateConfig = GateConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
+    dataset: Annotated[DatasetConfig, Field(discriminator="kind")] = ToyDatasetConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    optim: OptimConfig = OptimConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    sweep: SweepConfig = SweepConfig()
+    seed: NonNegativeInt = meaning("of initialization and batch order", 0)
+    name: str | None = meaning("label in the run's directory name; null: model, norm, anchor and seed", None)
+    runs_dir: str = meaning("where run directories are made", "runs")
+    run_dir: str | None = meaning("this run's own directory; null: a new one under runs_dir", None)
+    cache_dir: str | None = meaning("prepared data and tokenizers; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
+    resume: str | None = meaning("'auto', or the directory of a run or checkpoint to go on from", None)
+
+
+ADAPTER = TypeAdapter(Config)
+
+
+def build(tree: Mapping[str, Any]) -> Config:
+    """Check a plain nested mapping against the schema and return the frozen configuration.
+
+    Raises ConfigError, one line: unknown keys with the nearest valid one, wrong types and ranges, missing values
+    (`???`), and 'None' where null was meant. Every fault is reported, joined by '; '.
+    """
+    faults = [_string_fault(key, value) for key, value in leaves(tree) if isinstance(value, str)]
+    faults = [fault for fault in faults if fault]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    try:
+        # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
+        config = ADAPTER.validate_json(json.dumps(tree))
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, ValidationError):
+            raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
+        raise ConfigError("; ".join(dict.fromkeys(_explain(item, tree) for item in error.errors()))) from None
+    _check_relations(config)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A plain nested dict (lists, numbers, strings) of a configuration dataclass; `build` reads it back."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ('optim.lr', value) for every leaf of a nested mapping; lists count as leaves."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _string_fault(key: str, value: str) -> str | None:
+    if value == "???":
+        return f"{key} is missing: give it a value, as in {key}=..."
+    if value in ("None", "NULL"):
+        return f"{key}='{value}' is a string; write {key}=null"
+    return None
+
+
+def _explain(item: Any, tree: Mapping[str, Any]) -> str:
+    """One pydantic error as 'key=value: what is wrong'."""
+    path = [str(part) for part in item["loc"]]
+    node: Any = tree
+    keys = []
+    for part in path:  # pydantic adds the tags of unions to the path; the tree does not have them
+        if isinstance(node, Mapping) and part in node:
+            keys.append(part)
+            node = node[part]
+        elif isinstance(node, list) and part.isdigit():
+            keys[-1] += f"[{part}]"
+            node = node[int(part)]
+    key = ".".join(keys)
+    match item["type"]:
+        case "unexpected_keyword_argument":
+            section = ".".join(keys[:-1])
+            valid = [name for name, _ in fields_of(section, tree)]
+            return unknown_key(key, [f"{section}.{name}" if section else name for name in valid])
+        case "missing":
+            full = ".".join([*keys, path[-1]])
+            return f"{full} is missing: give it a value, as in {full}=..."
+        case "union_tag_not_found":
+            return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
+        case "union_tag_invalid":
+            return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
+    shown = "null" if node is None else repr(node)
+    return f"{key}={shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def unknown_key(key: str, valid: list[str]) -> str:
+    """'unknown key ...' with the nearest of the valid keys, or with the keys that its section has."""
+    section, _, last = key.rpartition(".")
+    same_section = [name for name in valid if name.rpartition(".")[0] == section]
+    by_last = {name.rpartition(".")[2]: name for name in [*valid, *same_section]}  # the same section wins
+    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key '{key}'; did you mean '{by_last[near[0]]}'?"
+    listed = ", ".join(name.rpartition(".")[2] for name in same_section)
+    return f"unknown key '{key}'; " + (f"{section or 'the top level'} has {listed}" if listed else "see --help")
+
+
+def fields_of(section: str, tree: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+    """(field, meaning) of a section such as 'optim' ('' for the root); a union is decided by the tree's `kind`."""
+    return [(name, text) for name, text, _ in _fields(_class_of(section, tree))]
+
+
+def all_keys() -> list[tuple[str, str]]:
+    """(dotted key, meaning) of every leaf of the schema, all variants of the unions included."""
+    found: dict[str, str] = {}
+    for name, text, kinds in _fields(Config):
+        for kind in kinds:
+            found.update({f"{name}.{sub}": note for sub, note, _ in _fields(kind)})
+        if not kinds:
+            found[name] = text
+    return list(found.items())
+
+
+def _fields(cls: type) -> list[tuple[str, str, list[type]]]:
+    hints = typing.get_type_hints(cls)
+    rows = []
+    for field in dataclasses.fields(cls):
+        kinds = [kind for kind in _members(hints[field.name]) if dataclasses.is_dataclass(kind)]
+        text = field.default.description if hasattr(field.default, "description") else ""
+        info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
+        rows.append((field.name, (info.description if info else text) or "", kinds))
+    return rows
+
+
+def _members(hint: Any) -> list[Any]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return list(typing.get_args(hint))
+    return [hint]
+
+
+def _class_of(section: str, tree: Mapping[str, Any] | None) -> type:
+    cls: type = Config
+    for part in filter(None, section.split(".")):
+        kinds = {name: members for name, _, members in _fields(cls)}[part]
+        wanted = (tree or {}).get(part, {}).get("kind") if tree else None
+        cls = next((kind for kind in kinds if getattr(kind, "kind", None) == wanted), kinds[0])
+    return cls
+
+
+# ------------------------------------------------------------------------------------------------- relations, resolve
+
+
+def _check_relations(config: Config) -> None:
+    """Ranges that involve more than one key."""
+    model, trainer, gate, norm = config.model, config.trainer, config.gate, config.norm
+    if model.d_model % model.head_dim:
+        raise ConfigError(f"model.d_model={model.d_model} is not a multiple of model.head_dim={model.head_dim}")
+    if model.head_dim % 2:
+        raise ConfigError(f"model.head_dim={model.head_dim}: rotary embeddings need an even width")
+    if trainer.batch_size % trainer.accumulation:
+        raise ConfigError(
+            f"trainer.batch_size={trainer.batch_size} is not a multiple of trainer.accumulation={trainer.accumulation}"
+        )
+    select_sites(norm.sites, model.n_layer)
+    if norm.kind != "standard" and not norm.sites:
+        raise ConfigError("norm.sites=[] selects no norm; use norm=baseline for a model without tapered norms")
+    if trainer.val_tokens < model.n_ctx:
+        raise ConfigError(
+            f"trainer.val_tokens={trainer.val_tokens} is less than one context, model.n_ctx={model.n_ctx}"
+        )
+    horizons = resolve_horizons(config)
+    k_warmup, k_taper = horizons["k_warmup"], horizons["k_taper"]
+    tapers = norm.kind == "taper" and gate.shape != "constant"
+    if tapers and not k_warmup < k_taper <= trainer.max_steps:
+        raise ConfigError(
+            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold"
+        )
+    if k_warmup > trainer.max_steps:
+        raise ConfigError(f"gate.k_warmup={k_warmup} lies beyond trainer.max_steps={trainer.max_steps}")
+    if k_warmup == 0 and ((tapers and config.calibration.kind != "none") or config.anchor.kind != "none"):
+        raise ConfigError(
+            "gate.k_warmup=0 leaves no step to calibrate on; use at least 1, or calibration=none anchor=none"
+        )
+    if config.anchor.absolute_weight is not None and config.anchor.kind != "fixed_target":
+        raise ConfigError(
+            f"anchor.absolute_weight is for anchor=fixed_target; anchor={config.anchor.kind} has anchor.weight"
+        )
+
+
+def resolve_horizons(config: Config) -> dict[str, int]:
+    """Steps that derive from the length of the run (method: gate schedule, statistics window)."""
+    steps = config.trainer.max_steps
+    optim, gate, calibration = config.optim, config.gate, config.calibration
+    lr_warmup = min(100, math.ceil(0.05 * steps)) if optim.warmup_steps is None else optim.warmup_steps
+    k_warmup = gate.k_warmup
+    if k_warmup is None:
+        k_warmup = max(math.ceil(0.05 * steps), lr_warmup, min(100, math.floor(0.15 * steps)), 1)
+    k_taper = gate.k_taper
+    if k_taper is None:
+        k_taper = max(round(gate.k_taper_share * steps), k_warmup + 1)
+    window = calibration.window
+    if window is None:
+        memory = math.ceil(1 / (1 - calibration.decay) - 1e-9)
+        window = min(max(30, math.ceil(k_warmup / 2)), max(memory, 30))
+    return {
+        "warmup_steps": lr_warmup,
+        "decay_steps": optim.decay_steps or steps,
+        "k_warmup": k_warmup,
+        "k_taper": k_taper,
+        "window": min(window, max(k_warmup, 1)),
+    }
+
+
+def resolve(config: Config, vocab_size: int | None = None) -> Config:
+    """Fill in every value that derives from others. Pure, idempotent; resuming uses the saved, resolved values.
+
+    `vocab_size` is the tokenizer's, known once the data is prepared. Raises ConfigError if model.vocab_size differs.
+    """
+    model, trainer = config.model, config.trainer
+    horizons = resolve_horizons(config)
+    if vocab_size is not None and model.vocab_size not in (None, vocab_size):
+        raise ConfigError(f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null")
+    sixth = max(1, math.ceil(trainer.max_steps / 6))
+    replace = dataclasses.replace
+    return replace(
+        config,
+        model=replace(
+            model,
+            d_ff=model.d_ff or 8 * math.ceil(model.d_model * 8 / 3 / 8),
+            norm_eps=model.norm_eps or {"rms": 1e-6, "layer": 1e-5}[model.norm_family],
+            vocab_size=model.vocab_size or vocab_size,
+        ),
+        gate=replace(config.gate, k_warmup=horizons["k_warmup"], k_taper=horizons["k_taper"]),
+        calibration=replace(config.calibration, window=horizons["window"]),
+        tokenizer=replace(
+            config.tokenizer,
+            vocab_size=(config.tokenizer.vocab_size or max(257, config.dataset.vocab_size))
+            if config.tokenizer.kind == "bpe"
+            else config.tokenizer.vocab_size,
+        ),
+        optim=replace(
+            config.optim,
+            lr=config.optim.lr or 0.64 / model.d_model,
+            warmup_steps=horizons["warmup_steps"],
+            decay_steps=horizons["decay_steps"],
+        ),
+        trainer=replace(
+            trainer,
+            val_interval=trainer.val_interval or sixth,
+            save_interval=trainer.save_interval or sixth,
+        ),
+    )
