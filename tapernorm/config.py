@@ -57,7 +57,9 @@ class ModelConfig:
     norm_family: Literal["rms", "layer"] = meaning("what is tapered: RMSNorm or LayerNorm", "rms")
     norm_eps: Annotated[float | None, Field(gt=0)] = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
     init: str = meaning("'random', or the directory of a run or checkpoint to start from", "random")
-    init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
+    init_std: Annotated[float | None, Field(gt=0)] = meaning(
+        "standard deviation of the initial matrices; null: sqrt(2 / (5 d_model))", None
+    )
 
     @property
     def n_head(self) -> int:
@@ -260,7 +262,7 @@ class OptimConfig:
 
     lr: Annotated[float | None, Field(gt=0)] = meaning("peak learning rate; null: 0.64 / d_model", None)
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
-    warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 5 % of the run, at most 100", None)
+    warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
     decay_steps: PositiveInt | None = meaning("step at which the cosine ends; null: trainer.max_steps", None)
     weight_decay: Annotated[float, Field(ge=0)] = meaning("on matrices only", 0.1)
     beta1: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta1", 0.9)
@@ -419,11 +421,24 @@ def _explain(item: Any, tree: Mapping[str, Any]) -> str:
     return f"{key}={shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
+# What other projects call our keys.
+ALIASES = {
+    "learning_rate": "optim.lr",
+    "n_embd": "model.d_model",
+    "hidden_size": "model.d_model",
+    "n_layers": "model.n_layer",
+    "block_size": "model.n_ctx",
+    "max_iters": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+}
+
+
 def unknown_key(key: str, valid: list[str]) -> str:
     """'unknown key ...' with the nearest of the valid keys, or with the keys that its section has."""
     section, _, last = key.rpartition(".")
     same_section = [name for name in valid if name.rpartition(".")[0] == section]
-    by_last = {name.rpartition(".")[2]: name for name in [*valid, *same_section]}  # the same section wins
+    by_last = {alias: name for alias, name in ALIASES.items() if name in valid}
+    by_last.update({name.rpartition(".")[2]: name for name in [*valid, *same_section]})  # the same section wins
     near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.6)
     if near:
         return f"unknown key '{key}'; did you mean '{by_last[near[0]]}'?"
@@ -517,7 +532,7 @@ def resolve_horizons(config: Config) -> dict[str, int]:
     """Steps that derive from the length of the run (method: gate schedule, statistics window)."""
     steps = config.trainer.max_steps
     optim, gate, calibration = config.optim, config.gate, config.calibration
-    lr_warmup = min(100, math.ceil(0.05 * steps)) if optim.warmup_steps is None else optim.warmup_steps
+    lr_warmup = min(200, math.ceil(0.1 * steps)) if optim.warmup_steps is None else optim.warmup_steps
     k_warmup = gate.k_warmup
     if k_warmup is None:
         k_warmup = max(math.ceil(0.05 * steps), lr_warmup, min(100, math.floor(0.15 * steps)), 1)
@@ -553,6 +568,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         model=replace(
             model,
             d_ff=model.d_ff or 8 * math.ceil(model.d_model * 8 / 3 / 8),
+            init_std=model.init_std or math.sqrt(2 / (5 * model.d_model)),
             norm_eps=model.norm_eps or {"rms": 1e-6, "layer": 1e-5}[model.norm_family],
             vocab_size=model.vocab_size or vocab_size,
         ),

@@ -1,0 +1,130 @@
+"""The explicit anchor: a fixed-target loss on the scale of the residual stream that enters the final norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapernorm.calibration import Ema
+from tapernorm.config import AnchorConfig
+
+
+def token_scale(h: Tensor, family: str, eps: float) -> Tensor:
+    """s(h) per token, (..., D) -> (...), float32: r(h) = sqrt(mean(h^2) + eps), or sigma(h) for LayerNorm models."""
+    x = h.float()
+    if family == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    return (x.square().mean(-1) + eps).sqrt()
+
+
+class ScaleAnchor:
+    """Scale loss on s = s(h_L), added to the cross-entropy after step k_warmup.
+
+    fixed_target  lambda * mean_tokens (s - s_tgt)^2               Kanavalau et al., arXiv 2602.10408
+    log_target    lambda * mean_tokens (ln s - ln s_tgt)^2         ours
+    mean_log      lambda * (mean_tokens ln s - ln s_tgt)^2         ours: holds the level, leaves the spread free
+
+    s_tgt is the bias-corrected EMA of the batch mean of s over the statistics window, frozen at k_warmup. It is
+    measured for every run, also with anchor=none, because it is the yardstick of logit chasing.
+    `weight` is dimensionless: lambda = weight / s_tgt^2 for fixed_target, lambda = weight for the log forms.
+    """
+
+    def __init__(
+        self, config: AnchorConfig, *, k_warmup: int, window: int, decay: float, family: str, eps: float
+    ) -> None:
+        self.config = config
+        self.k_warmup, self.window = k_warmup, window
+        self.family, self.eps = family, eps
+        self.average = Ema(decay)
+        self.step_means: list[Tensor] = []
+        self.target: float | None = None
+        self.strength = 0.0
+
+    def scale(self, h: Tensor) -> Tensor:
+        return token_scale(h, self.family, self.eps)
+
+    def records(self, step: int) -> bool:
+        return self.k_warmup - self.window < step <= self.k_warmup
+
+    @torch.no_grad()
+    def record(self, h: Tensor) -> None:
+        """Note one microbatch of a step of the window; h is the residual stream (B, T, D) at the final norm."""
+        self.step_means.append(self.scale(h).mean())
+
+    def end_step(self) -> None:
+        self.average.update(torch.stack(self.step_means).mean())
+        self.step_means = []
+
+    def freeze(self) -> None:
+        """Fix s_tgt and resolve lambda at step k_warmup."""
+        self.set_target(self.average.mean.item())
+
+    def set_target(self, target: float) -> None:
+        self.target = target
+        match self.config:
+            case AnchorConfig(kind="none"):
+                self.strength = 0.0
+            case AnchorConfig(kind="fixed_target", absolute_weight=None):
+                self.strength = self.config.weight / target**2
+            case AnchorConfig(kind="fixed_target", absolute_weight=float(strength)):
+                self.strength = strength
+            case _:
+                self.strength = self.config.weight
+
+    @property
+    def active(self) -> bool:
+        """Whether the loss acts: a target is frozen and an anchor was chosen."""
+        return self.target is not None and self.config.kind != "none"
+
+    @property
+    def needs_batch_mean(self) -> bool:
+        """mean_log is no mean over tokens: its gradient needs the whole batch's level before any backward pass."""
+        return self.active and self.config.kind == "mean_log"
+
+    def log_level(self, h: Tensor) -> Tensor:
+        """mean_tokens ln s(h), a scalar."""
+        return self.scale(h).log().mean()
+
+    def loss(self, h: Tensor, batch_level: Tensor | None = None) -> Tensor:
+        """The weighted loss of one microbatch (B, T, D), a scalar.
+
+        Its mean over a step's equal microbatches, and the mean of its gradients, are those of the whole batch.
+        For mean_log, `batch_level` is the mean over the whole batch of ln s (None: this microbatch is all of it);
+        the value returned is then already the whole batch's.
+        """
+        if self.target is None:
+            raise RuntimeError("the scale target is not frozen yet")
+        target = torch.tensor(self.target, device=h.device)
+        match self.config.kind:
+            case "fixed_target":
+                return self.strength * (self.scale(h) - target).square().mean()
+            case "log_target":
+                return self.strength * (self.scale(h).log() - target.log()).square().mean()
+            case "mean_log":
+                level = self.log_level(h)
+                if batch_level is None:
+                    return self.strength * (level - target.log()).square()
+                # d/dtheta of (level_batch - t)^2 is 2 (level_batch - t) dlevel: linear in the microbatches' levels.
+                gap = batch_level.detach() - target.log()
+                return self.strength * (gap.square() + 2.0 * gap * (level - level.detach()))
+        raise ValueError(f"anchor={self.config.kind} has no loss")
+
+    def describe(self) -> str:
+        """One line for people: s_tgt, lambda and the dimensionless lambda * s_tgt^2."""
+        if self.target is None:
+            return "anchor: no target yet"
+        line = f"  anchor {self.config.kind}: s_tgt {self.target:.4g}"
+        if self.active:
+            line += f", lambda {self.strength:.4g}, lambda * s_tgt^2 {self.strength * self.target**2:.4g}"
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average.state_dict(), "target": self.target}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self.average.load_state_dict(state["average"], device)
+        if state["target"] is not None:
+            self.set_target(state["target"])

@@ -1,0 +1,125 @@
+"""The statistics window at the end of the warmup: the per-layer scalars c and the scale target s_tgt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapernorm.config import CalibrationConfig
+from tapernorm.norms import TaperNorm
+
+PLAUSIBLE_C = (0.02, 50.0)
+SHORT_WINDOW = 30
+
+
+class Ema:
+    """Bias-corrected exponential moving average: mean = sum_t w_t x_t / sum_t w_t,  w_t = (1-decay) decay^(T-t).
+
+    float32, on the device of what it is fed, so that updating it never waits for the device.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.value: Tensor | None = None
+        self.weight = 0.0
+
+    def update(self, x: Tensor) -> None:
+        x = x.detach().float()
+        self.value = (1 - self.decay) * x if self.value is None else self.decay * self.value + (1 - self.decay) * x
+        self.weight = self.decay * self.weight + (1 - self.decay)
+
+    @property
+    def mean(self) -> Tensor:
+        if self.value is None:
+            raise RuntimeError("the average has seen no step")
+        return self.value / self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self.value = None if state["value"] is None else state["value"].to(device)
+        self.weight = state["weight"]
+
+
+class Calibration:
+    """Chooses c per tapered layer at step k_warmup.
+
+    c minimises E||h/r * gamma - c * h * gamma||^2, so c = E[||h*gamma||^2 / r] / E[||h*gamma||^2]; both expectations
+    are averages over the steps of a window that ends at k_warmup ('ema'), or that last step alone ('one_batch').
+    'none' keeps c = 1. Only training forwards inside the window are recorded, so the rest of the warmup costs what
+    the baseline costs.
+    """
+
+    def __init__(self, config: CalibrationConfig, k_warmup: int, norms: Mapping[str, TaperNorm]) -> None:
+        if config.window is None:
+            raise ValueError("calibration.window is resolved by tapernorm.config.resolve")
+        self.kind = config.kind
+        self.k_warmup = k_warmup
+        self.window = 1 if config.kind == "one_batch" else config.window
+        self.norms = dict(norms) if config.kind != "none" else {}
+        self.all_norms = dict(norms)
+        self.averages = {site: Ema(config.decay) for site in self.norms}
+
+    def records(self, step: int) -> bool:
+        """Whether this step's forwards are to be recorded."""
+        return bool(self.norms) and self.k_warmup - self.window < step <= self.k_warmup
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[bool]:
+        """Around the training forwards of a step; yields whether they are recorded and folds them into the averages.
+
+        Nothing outside this context is ever recorded, so validation and probe forwards cannot enter.
+        """
+        on = self.records(step)
+        for norm in self.norms.values():
+            norm.recording = on
+        try:
+            yield on
+        finally:
+            for norm in self.norms.values():
+                norm.recording = False
+        if on:
+            for site, norm in self.norms.items():
+                self.averages[site].update(norm.take_statistics())
+
+    def finish(self, say: Callable[[str], None]) -> dict[str, float]:
+        """Set c and gamma_t := gamma in every tapered layer; returns c by site and says what is doubtful."""
+        chosen = {}
+        for site, norm in self.all_norms.items():
+            c = 1.0
+            if site in self.averages:
+                numerator, denominator = self.averages[site].mean.tolist()
+                c = numerator / denominator
+            norm.calibrate(c)
+            chosen[site] = c
+        odd = {site: c for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]}
+        if odd:
+            listed = ", ".join(f"{site} {c:.3g}" for site, c in odd.items())
+            say(f"warning: c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]} ({listed}); a longer gate.k_warmup may help")
+        if self.kind == "ema" and chosen and self.window < SHORT_WINDOW:
+            say(
+                f"warning: c rests on a window of {self.window} steps, fewer than {SHORT_WINDOW}; "
+                "raise gate.k_warmup or calibration.window"
+            )
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {site: average.state_dict() for site, average in self.averages.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        for site, average in self.averages.items():
+            average.load_state_dict(state[site], device)
+
+
+def describe(chosen: Mapping[str, float]) -> list[str]:
+    """Lines for people: every c, block by block."""
+    by_block: dict[str, list[str]] = {}
+    for site, c in chosen.items():
+        block, _, kind = site.rpartition(".")
+        by_block.setdefault(block, []).append(f"{kind} {c:.4g}")
+    return [f"  c, {f'block {block}' if block else 'final norm'}: " + ", ".join(by_block[block]) for block in by_block]

@@ -1,0 +1,229 @@
+"""Checkpoints: a directory that is complete or absent, holds plain data, and stands on its own.
+
+<run>/checkpoints/step-00000300/
+    model.safetensors   the model's state, its names free of wrappers' prefixes
+    training.pt         optimizer, averages, counters: plain types, loads with weights_only
+    config.yaml         the resolved configuration
+    tokenizer.*         so that the text can be read and written
+    meta.json           format version, step, gate, metrics, library versions, a checksum of every file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tapernorm.config import Config, ConfigError, build, resolve, to_dict
+from tapernorm.gate import GateSchedule
+from tapernorm.model import Decoder
+from tapernorm.tokenizer import Tokenizer
+
+FORMAT = 1
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    *,
+    model: Mapping[str, Tensor],
+    training: Mapping[str, Any],
+    config: Config,
+    tokenizer: Tokenizer,
+    meta: Mapping[str, Any],
+) -> Path:
+    """Write checkpoints/step-<step>: into a temporary name, synced to disk, then renamed. Returns its path."""
+    root = run_dir / "checkpoints"
+    final = root / f"step-{step:08d}"
+    temporary = root / f".writing-{final.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in model.items()}, temporary / "model.safetensors")
+    torch.save(dict(training), temporary / "training.pt")
+    write_yaml(temporary / "config.yaml", to_dict(config))
+    tokenizer.save(temporary)
+    meta = {
+        "format": FORMAT,
+        "step": step,
+        **meta,
+        "git_revision": git_revision(),
+        "versions": {name: version(name) for name in ("torch", "safetensors", "tiktoken")},
+        "files": {path.name: checksum(path) for path in sorted(temporary.iterdir())},
+    }
+    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+    for path in temporary.iterdir():
+        sync(path)
+    sync(temporary)
+    if final.exists():  # the same step again, after a resume from an earlier one
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync(root)
+    return final
+
+
+def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
+    """Delete all but the newest `keep_last` checkpoints and the one at `best_step`, and leftovers of killed saves."""
+    root = run_dir / "checkpoints"
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for path in list_checkpoints(run_dir)[:-keep_last]:
+        if step_of(path) != best_step:
+            shutil.rmtree(path)
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's checkpoint directories, oldest first, valid or not."""
+    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdigit())
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, None if it is complete and undamaged."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        files = meta["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "meta.json is missing or unreadable"
+    for name, expected in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if checksum(path / name) != expected:
+            return f"{name} is damaged (its checksum differs)"
+    return None
+
+
+def latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest valid checkpoint of a run; damaged ones are named and set aside."""
+    for path in reversed(list_checkpoints(run_dir)):
+        problem = fault(path)
+        if problem is None:
+            return path
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        say(f"warning: checkpoint {path}: {problem}; set aside as {aside.name}, trying the one before")
+    return None
+
+
+def find(path: Path, say: Callable[[str], None] = print) -> Path:
+    """The checkpoint meant by a run or checkpoint directory. Raises ConfigError, one line, if there is none."""
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint {path}: no such directory")
+    if (path / "meta.json").is_file() or path.name.startswith("step-"):
+        problem = fault(path)
+        if problem:
+            raise ConfigError(f"checkpoint {path}: {problem}; choose another one in {path.parent}")
+        return path
+    found = latest(path, say)
+    if found is None:
+        raise ConfigError(f"checkpoint {path}: neither a checkpoint nor a run with a valid one in checkpoints/")
+    return found
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint. Raises ConfigError if a newer version of the format wrote it."""
+    meta = json.loads((path / "meta.json").read_text())
+    if meta["format"] > FORMAT:
+        raise ConfigError(f"checkpoint {path}: format {meta['format']} is newer than {FORMAT}; update tapernorm")
+    return meta
+
+
+def read_config(path: Path) -> Config:
+    """The resolved configuration in a run's or checkpoint's directory."""
+    try:
+        return build(yaml.safe_load((path / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({error})") from None
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """Optimizer state, averages and counters; never executes code."""
+    return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
+    """The model of a checkpoint directory with the gate of its step, its configuration and tokenizer."""
+    meta, config = read_meta(path), resolve(read_config(path))
+    model = Decoder(config.model, config.norm)
+    model.load_state_dict(read_weights(path), strict=True)
+    schedule = GateSchedule.from_config(config)
+    model.set_gate(schedule.value(meta["step"]), schedule.phase(meta["step"]))
+    return model.to(device), config, Tokenizer.load(path)
+
+
+def initialize_from(model: Decoder, source: Path, tokenizer: Tokenizer) -> None:
+    """Start `model` from the weights of another run (model.init): its norms must still be normalized.
+
+    Raises ConfigError, one line, if the tokenizers, shapes or norms do not fit.
+    """
+    path = find(source)
+    meta, config = read_meta(path), read_config(path)
+    if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"model.init={source}: it has another tokenizer; use tokenizer.ranks={path}/tokenizer.tiktoken"
+        )
+    gate = GateSchedule.from_config(config).value(meta["step"])
+    if gate != 1.0:
+        raise ConfigError(
+            f"model.init={source}: its gate is {gate:.3g}; tapering starts from a normalized model (gate 1)"
+        )
+    weights, own = read_weights(path), model.state_dict()
+    for name in own.keys() & weights.keys():
+        if own[name].shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)} there, {tuple(own[name].shape)} here"
+            raise ConfigError(f"model.init={source}: {name} has another shape ({shapes}); use the same model group")
+    fresh = {name for name in own if name.endswith((".c", "taper_weight"))}
+    missing = sorted(own.keys() - weights.keys() - fresh)
+    spare = sorted(name for name in weights.keys() - own.keys() if not name.endswith((".c", "taper_weight")))
+    if missing or spare:
+        raise ConfigError(
+            f"model.init={source}: other layers ({', '.join([*missing, *spare][:3])}, ...); use the same norms"
+        )
+    model.load_state_dict({name: weights[name] for name in weights if name in own and name not in fresh}, strict=False)
+
+
+def write_yaml(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def sync(path: Path) -> None:
+    """Force a file's or directory's content to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@cache
+def git_revision() -> str | None:
+    """The commit of this source tree, None when it is not a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

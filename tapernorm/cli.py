@@ -1,0 +1,202 @@
+"""What the entry points share: Hydra's registration, help, one-line errors, paths, exit codes.
+
+Hydra composes, our code owns directories: Hydra is told to write nothing, and every check comes before the first
+directory. Exit codes: 0 done, 1 a run failed, 2 the configuration or command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf, RunDir, SweepDir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import env_override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from tapernorm import faults, run, sweep
+from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, leaves, to_dict
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+HELP_KEYS = (
+    "model.n_layer",
+    "model.d_model",
+    "model.n_ctx",
+    "norm.sites",
+    "anchor.weight",
+    "gate.k_taper_share",
+    "dataset.train",
+    "optim.lr",
+    "trainer.max_steps",
+    "trainer.batch_size",
+    "trainer.device",
+    "tracking.wandb",
+    "seed",
+    "runs_dir",
+    "run_dir",
+    "resume",
+    "sweep.name",
+)
+PATH_KEYS = (
+    "dataset.train",
+    "dataset.valid",
+    "dataset.path",
+    "tokenizer.ranks",
+    "model.init",
+    "runs_dir",
+    "run_dir",
+    "cache_dir",
+    "resume",
+)
+
+
+def launch(
+    main: Callable[[], Any],
+    *,
+    description: str | None,
+    keys: Sequence[tuple[str, str]] | None = None,
+    shown: Sequence[str] = HELP_KEYS,
+) -> None:
+    """Run a function decorated by `hydra.main`; faults of composition become one line and exit status 2.
+
+    `description` is the head of --help. `keys` are the valid (dotted key, meaning) pairs, None: the training schema's;
+    `shown` are those that --help lists.
+    """
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(help_text(description or "", keys or all_keys(), shown))
+        return
+    register()
+    if {"--multirun", "-m"} & set(sys.argv[1:]):
+        sys.argv[1:] = [sweep.left_to_jobs(argument) for argument in sys.argv[1:]]
+    status = 0
+    try:
+        # With HYDRA_FULL_ERROR Hydra hands its exceptions over instead of printing them.
+        with (
+            faults.in_one_line(None if keys is None else [key for key, _ in keys]),
+            env_override({"HYDRA_FULL_ERROR": "1"}),
+        ):
+            main()
+    except KeyboardInterrupt:
+        status = 130
+    finally:
+        failed = sweep.report()
+    if status or failed:
+        raise SystemExit(status or 1)
+
+
+def train(tree: DictConfig) -> float | None:
+    """The task of train.py: one run, or one job of a sweep. Returns the final validation loss."""
+    settings = HydraConfig.get()
+    overrides = list(settings.overrides.task)
+    with faults.in_one_line():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training is one process; start without torchrun")
+        composed = absolute_paths(plain(tree), Path(settings.runtime.cwd))
+        if settings.mode == RunMode.MULTIRUN:
+            summary = sweep.run_job(composed, overrides=overrides, number=int(settings.job.num))
+        else:
+            summary = run.run_single(composed, overrides=overrides)
+    return summary.get("val_loss")
+
+
+def plain(tree: DictConfig) -> dict[str, Any]:
+    """The composed tree as plain data, interpolations resolved; '???' stays, for `build` to name."""
+    return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+
+
+def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
+    """Input and output paths relative to the directory of the launch, whatever directory Hydra changes to."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, list):
+            return [absolute(item) for item in value]
+        if not isinstance(value, str) or value == "???":
+            return value
+        return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
+
+    def is_path(key: str, value: Any) -> bool:
+        if key == "dataset.path":  # a hub id unless it exists here
+            return isinstance(value, str) and (launch_dir / Path(value).expanduser()).exists()
+        reserved = {"model.init": "random", "resume": "auto"}
+        return key in PATH_KEYS and value != reserved.get(key)
+
+    def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
+        result = {}
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict):
+                result[name] = walk(value, f"{key}.")
+            else:
+                result[name] = absolute(value) if is_path(key, value) else value
+        return result
+
+    return walk(tree, "")
+
+
+# --------------------------------------------------------------------------------------------------------- registration
+
+
+def register() -> None:
+    """Give Hydra the schema's defaults, and this project's settings of Hydra itself.
+
+    The defaults stay in the dataclasses: `schema` is the tree of all of them, on which the YAML groups are laid, so
+    that each key can be overridden without a '+'. Norms and data sets differ in their keys by kind, so these two come
+    as `schema/norm/<kind>` and `schema/dataset/<kind>`, one of which each YAML starts from.
+    """
+    store = ConfigStore.instance()
+    tree = to_dict(Config())
+    for section, variants in {"norm": NormConfig, "dataset": DatasetConfig}.items():
+        tree[section] = {}
+        for cls in typing.get_args(variants):
+            node = _defaults(cls)
+            store.store(group=f"schema/{section}", name=node["kind"], node=node, provider="tapernorm")
+    store.store(name="schema", node=tree, provider="tapernorm")
+    store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    fields = cls.__pydantic_fields__.items()
+    values = {name: "???" if info.is_required() else info.get_default() for name, info in fields}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _hydra_settings() -> HydraConf:
+    """Hydra makes no directory and no log of its own; a sweep's directory holds its multirun.yaml and our jobs."""
+    groups = {"job_logging": "none", "hydra_logging": "none"}
+    settings = HydraConf(
+        run=RunDir(dir="."),
+        sweep=SweepDir(dir="${runs_dir}/sweeps/${sweep.name}", subdir="."),
+        output_subdir=None,
+        callbacks={"sweep": {"_target_": "tapernorm.sweep.CheckJobs"}},
+    )
+    settings.defaults = [{name: groups.get(name, choice) for name, choice in row.items()} for row in settings.defaults]
+    return settings
+
+
+# ----------------------------------------------------------------------------------------------------------------- help
+
+
+def help_text(description: str, keys: Iterable[tuple[str, str]], shown: Iterable[str]) -> str:
+    """The page of --help: description, groups with their choices, keys with default and meaning."""
+    rows = dict(keys)
+    defaults = dict(leaves(to_dict(Config())))
+    sections = {key.partition(".")[0] for key in rows}
+    lines = [description.strip(), "", "Groups (group=choice):"]
+    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
+        if folder.name in sections or (folder.name == "experiment" and "trainer" in sections):
+            choices = sorted(path.stem for path in folder.glob("*.yaml"))
+            lines.append(f"  {folder.name:<12} {', '.join(choices)}")
+    lines += ["", "Keys (key=value), with their defaults:"]
+    for key in shown:
+        default = defaults.get(key, "???")
+        value = "null" if default is None else ",".join(default) if isinstance(default, list) else str(default)
+        lines.append(f"  {key + '=' + value:<30} {rows[key]}")
+    lines += ["", "All keys: --cfg job.  Sweeps: --multirun and a=1,2.  Hydra's own options: --hydra-help"]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Faults of the command line and of configurations, told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from tapernorm.config import ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
+
+COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
+WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@contextmanager
+def in_one_line(keys: Iterable[str] | None = None) -> Iterator[None]:
+    """End the program with one line and status 2 on a fault of composition or configuration raised inside.
+
+    Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `keys`: see `explain`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if WANTS_TRACEBACKS or not (isinstance(error, COMPOSITION_ERRORS) or _raised_by_hydra(error)):
+            raise
+        stop(explain(error, keys))
+
+
+def _raised_by_hydra(error: Exception) -> bool:
+    """Hydra refuses some command lines with a plain ValueError."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)
+    return isinstance(error, ValueError) and inside
+
+
+def stop(text: str, status: int = 2) -> NoReturn:
+    """End the program with one line on stderr. 2: nothing ran; 1: a run failed."""
+    print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def explain(error: BaseException, keys: Iterable[str] | None = None) -> str:
+    """One line for an error of composition: the key or choice at fault and the nearest valid one.
+
+    `keys` are the valid dotted keys; None: those of the training schema.
+    """
+    text = str(error)
+    if isinstance(error, ConfigError):
+        return text
+    valid = [key for key, _ in all_keys()] if keys is None else list(keys)
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return _unknown_choice(group, choice, error.options)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
+    if found := re.match(r"Ambiguous value for argument '(.+)'", text):
+        return f"{found[1]} lists several values; add --multirun for a sweep, or write [...] for a list"
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text = f"{text}: {error.__cause__}"
+    text = re.sub(r"See https?://\S+ for details\.?", "", text)
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type): ?.*", "", text)
+    return " ".join(text.replace("^", " ").split()) or type(error).__name__
+
+
+def _with_sections(keys: list[str]) -> list[str]:
+    return [*dict.fromkeys(key.partition(".")[0] for key in keys if "." in key), *keys]
+
+
+def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
+    names = sorted(options)
+    near = difflib.get_close_matches(choice, names, n=1)
+    hint = f"did you mean {group}={near[0]}? " if near else ""
+    return f"unknown choice {group}={choice}; {hint}{group} has {', '.join(names)}"
+
+
+def _not_in_choice(key: str) -> str:
+    """A key that exists, but not with the chosen kind of norm or data set."""
+    section, _, name = key.partition(".")
+    variants: dict[str, Any] = {"norm": NormConfig, "dataset": DatasetConfig}
+    kinds = [
+        str(cls.__pydantic_fields__["kind"].default)
+        for cls in typing.get_args(variants.get(section))
+        if name in {field.name for field in dataclasses.fields(cls)}
+    ]
+    return f"the chosen {section} has no key '{key}'; the kinds {', '.join(kinds)} have it"

@@ -1,0 +1,151 @@
+"""The training loop: warmup, calibration, taper, in the order of the method."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapernorm import checkpoint as checkpoints
+from tapernorm.config import Config, resolve, to_dict
+from tapernorm.data import prepare
+from tapernorm.device import autocast, keep_freed_memory, pick_device
+from tapernorm.dynamics import UpdateRatio, probe
+from tapernorm.optim import learning_rate
+from tapernorm.tracking import Tracker
+from tapernorm.trainer import Divergence, TrainingRun
+
+__all__ = ["Divergence", "Interrupted", "train"]
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop; its state is saved."""
+
+    def __init__(self, step: int, summary: dict[str, Any]) -> None:
+        super().__init__(f"stopped by a signal after step {step}, which is saved; resume=auto goes on")
+        self.step, self.summary = step, summary
+
+
+def train(
+    config: Config, directory: Path, checkpoint: Path | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Train to config.trainer.max_steps inside `directory` and return the run's summary.
+
+    Goes on from `checkpoint` if given, exactly as if it had never stopped. Raises ConfigError for data or devices
+    that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
+    """
+    device = pick_device(config.trainer.device)
+    keep_freed_memory()
+    data = prepare(config, say)
+    config = resolve(config, data.tokenizer.n_vocab)
+    checkpoints.write_yaml(directory / "config.yaml", to_dict(config))
+    run = TrainingRun(config, directory, data, device, say)
+    if checkpoint is not None:
+        run.restore(checkpoint)
+    with run.open_tracker() as tracker, signals_as_requests() as stop:
+        run.introduce()
+        run.catch_up(tracker)
+        _loop(run, tracker, stop)
+        summary = run.summary()
+        tracker.finish("finished", summary)
+    run.conclude()
+    return summary
+
+
+def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
+    """Every optimizer step from run.step + 1 to the end of the run."""
+    trainer, optim = run.config.trainer, run.config.optim
+    for step in range(run.step + 1, trainer.max_steps + 1):
+        run.enter(step)
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(step, optim)
+
+        inputs, targets = run.batch(step)
+        micro = list(zip(inputs.chunk(trainer.accumulation), targets.chunk(trainer.accumulation), strict=True))
+        level = run.batch_level([x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
+        with run.calibration.recording(step) as recording:
+            # A recording step runs uncompiled, so that compilation sees one graph per phase.
+            compute = run.model.loss if recording else run.loss
+            for x, y in micro:
+                with autocast(run.device, run.dtype):
+                    loss, hidden = compute(x, y, run.log_scale)
+                total = loss
+                if run.anchor.active:
+                    aux = run.anchor.loss(hidden, level)
+                    total = loss + aux
+                    run.interval["anchor"] += aux.detach() / len(micro)
+                elif run.anchor.records(step):
+                    run.anchor.record(hidden)
+                (total / len(micro)).backward()
+                run.interval["loss"] += loss.detach() / len(micro)
+
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+        if optim.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), optim.clip, norm)
+        run.guard(step, norm)
+        due = step % trainer.log_interval == 0 or step in run.landmarks
+        ratio = UpdateRatio(run.model.parameters()) if due else None
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        run.finish_step(step)
+        run.stop_if_not_finite(due)
+
+        if run.anchor.records(step):
+            run.anchor.end_step()
+        if step == run.schedule.k_warmup:
+            tracker.log(step, run.calibrate())
+        if due:
+            tracker.log(step, run.training_metrics(step, norm, ratio))
+        if step % trainer.dynamics_interval == 0 or step in run.landmarks:
+            with run.untimed():
+                run.last_probe = probe(run.model, *run.probe_batch)
+                tracker.log(step, run.last_probe)
+        run.progress.update(
+            step, loss=run.last_loss, gate=run.gate, tokens_per_s=run.tokens_per_s, phase=run.phase.value
+        )
+        # Saved before validating: nothing that takes long stands between a step and its checkpoint.
+        if step % trainer.save_interval == 0 or step == trainer.max_steps or stop.requested:
+            with run.untimed():
+                tracker.flush()
+                run.save(tracker.state())
+        if run.validates_at(step):
+            with run.untimed():
+                tracker.log(step, run.validate())
+        if stop.requested and step < trainer.max_steps:
+            tracker.finish("interrupted", run.summary())
+            run.progress.close()
+            raise Interrupted(step, run.summary())
+    tracker.flush()
+    run.progress.close()
+
+
+class StopRequest:
+    """Set by the first SIGINT or SIGTERM; the loop finishes its step, saves and leaves."""
+
+    requested = False
+
+
+@contextmanager
+def signals_as_requests() -> Iterator[StopRequest]:
+    """Turn the first SIGINT, SIGTERM or SIGUSR1 into a request; a second SIGINT stops at once."""
+    stop = StopRequest()
+    previous: dict[int, Any] = {}
+
+    def request(number: int, frame: object) -> None:
+        stop.requested = True
+        signal.signal(number, previous[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            previous[number] = signal.signal(number, request)
+    except ValueError:  # not the main thread: the caller keeps its handlers
+        pass
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

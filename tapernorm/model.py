@@ -1,0 +1,179 @@
+"""One pre-norm decoder: RoPE, SwiGLU, no biases, tied embeddings. Equal to transformers' LlamaForCausalLM.
+
+Shape legend: B batch, T time, D width of the residual stream, H heads, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tapernorm.config import Config, ModelConfig, NormConfig, all_sites
+from tapernorm.gate import Phase
+from tapernorm.norms import TaperNorm, build_norm
+
+
+def rotary_table(n_ctx: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i/K), each (T, K), the two halves of K alike."""
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(n_ctx, dtype=torch.float32), frequency)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of queries or keys (B, H, T, K) by tables (T, K)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are the halves of one matrix. (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.d_ff is None:
+            raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """h + attn(norm(h)), then h + mlp(norm(h)). `taps`, if given, receives every norm's input by site."""
+
+    def __init__(self, config: ModelConfig, norm: NormConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.attn_norm = build_norm(norm, config, f"{index}.attn")
+        self.attn = Attention(config)
+        self.mlp_norm = build_norm(norm, config, f"{index}.mlp")
+        self.mlp = MLP(config)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
+        if taps is not None:
+            taps[f"{self.index}.attn"] = h
+        h = h + self.attn(self.attn_norm(h), cos, sin)
+        if taps is not None:
+            taps[f"{self.index}.mlp"] = h
+        return h + self.mlp(self.mlp_norm(h))
+
+
+class Decoder(nn.Module):
+    """Token ids (B, T) -> logits (B, T, V). Needs a resolved configuration.
+
+    `trunk` gives the residual stream h_L that enters the final norm, `readout` the logits of it: the two halves that
+    the anchor and the observers look between.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, norm: NormConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
+        self.final_norm = build_norm(norm, config, "final")
+        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Matrices ~ N(0, init_std^2), those that write to the residual stream divided by sqrt(2 n_layer).
+
+        The default init_std = sqrt(2 / (5 d_model)) is 'small init' (Nguyen and Salazar, arXiv 1910.05895). At small
+        widths the usual 0.02 leaves the stream so faint that the first blocks drown it (see docs/log.md).
+
+        Norms draw nothing, so models that differ only in their norms start from equal matrices.
+        """
+        if self.config.init_std is None:
+            raise ValueError("model.init_std is resolved by tapernorm.config.resolve")
+        writer_scale = 1.0 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                std = self.config.init_std * (writer_scale if is_writer else 1.0)
+                nn.init.normal_(parameter, std=std, generator=generator)
+
+    def trunk(self, tokens: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
+        """(B, T) ids -> h_L (B, T, D). `taps`, if given, receives the input of every norm: '0.attn', ..., 'final'."""
+        T = tokens.shape[1]
+        cos, sin = self.cos[:T], self.sin[:T]
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h, cos, sin, taps)
+        if taps is not None:
+            taps["final"] = h
+        return h
+
+    def readout(self, h: Tensor) -> Tensor:
+        """h_L (B, T, D) -> logits (B, T, V)."""
+        return F.linear(self.final_norm(h), self.embed.weight if self.head is None else self.head.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.readout(self.trunk(tokens))
+
+    def loss(self, tokens: Tensor, targets: Tensor, log_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy in nats per token, and h_L (B, T, D).
+
+        `log_scale` is a zero that requires a gradient: h_L is read as h_L * (1 + log_scale), so its gradient is
+        d loss / d ln(scale), the radial gradient of the cross-entropy. The numbers are not changed by it.
+        """
+        h = self.trunk(tokens)
+        read = h if log_scale is None else h * (1.0 + log_scale)
+        logits = self.readout(read)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), h
+
+    def norms(self) -> Iterator[tuple[str, nn.Module]]:
+        """(site, norm) in the order of the forward pass."""
+        blocks = [module for block in self.blocks for module in (block.attn_norm, block.mlp_norm)]
+        yield from zip(all_sites(self.config.n_layer), [*blocks, self.final_norm], strict=True)
+
+    def taper_norms(self) -> dict[str, TaperNorm]:
+        """The tapered layers by site; empty for a baseline."""
+        return {site: norm for site, norm in self.norms() if isinstance(norm, TaperNorm)}
+
+    def set_gate(self, gate: float, phase: Phase) -> None:
+        """Set the one global gate in every tapered layer."""
+        for norm in self.taper_norms().values():
+            norm.set_gate(gate, phase)
+
+    def n_parameters(self) -> int:
+        """Number of parameters that the folded or baseline model has: each gain once, gamma_t not counted."""
+        return sum(p.numel() for name, p in self.named_parameters() if not name.endswith("taper_weight"))
+
+
+def build_model(config: Config, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a resolved configuration, its weights drawn from config.seed alone (on the CPU, so that every
+    device starts from the same numbers)."""
+    model = Decoder(config.model, config.norm)
+    model.reset_parameters(torch.Generator().manual_seed(config.seed))
+    return model.to(device)

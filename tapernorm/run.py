@@ -1,0 +1,477 @@
+"""A run and its directory: claim it, train, leave a status; or go on with a run that was interrupted.
+
+<run>/.hydra/config.yaml     the composed configuration, derived values still null: what a replay starts from
+<run>/.hydra/overrides.yaml  the command line's overrides
+<run>/config.yaml            the resolved configuration (written by the trainer)
+<run>/run.log                what the run said, and the traceback of a failure
+<run>/summary.json           written last: status finished, diverged, failed or interrupted, and the results
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tapernorm import faults
+from tapernorm.config import Config, ConfigError, all_keys, build, fields_of, leaves, resolve, to_dict, unknown_key
+
+Tree = dict[str, Any]
+Say = Callable[[str], None]
+
+MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to report, not a failure of the run
+
+# What a command says of its own directories. A run that goes on has its directory already.
+OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
+# Where and how a run happens, not what it computes: these may change when a run goes on.
+ADJUSTABLE = (
+    "tracking",
+    "cache_dir",
+    "trainer.accumulation",
+    "trainer.compile",
+    "trainer.device",
+    "trainer.dynamics_interval",
+    "trainer.keep_last",
+    "trainer.log_interval",
+    "trainer.progress",
+    "trainer.sample_tokens",
+    "trainer.samples",
+    "trainer.save_interval",
+    "trainer.val_batch_size",
+    "trainer.val_interval",
+)
+
+
+class InUse(ConfigError):
+    """Another process works in this run's directory."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from."""
+
+    config: Config
+    composed: Tree
+    directory: Path
+    checkpoint: Path | None = None
+    notes: Sequence[str] = field(default=())
+    claimed: bool = False  # by this start, so that a refused run can take its directory away again
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as its directory tells it."""
+
+    directory: Path
+    composed: Tree
+    resolved: Tree
+    summary: Tree | None
+
+    @property
+    def status(self) -> str:
+        return self.summary["status"] if self.summary else "interrupted"
+
+    @property
+    def worth_keeping(self) -> bool:
+        """It has results or checkpoints, so other settings must not take its directory over."""
+        return self.done or any(self.directory.glob("checkpoints/step-*"))
+
+    @property
+    def done(self) -> bool:
+        return self.status in ("finished", "diverged")
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
+    """One run outside a sweep. Raises ConfigError before anything is written, SystemExit(1) if the run failed."""
+    check_keys(composed)
+    if composed.get("resume") in (None, "auto"):
+        config = resolve(build(composed))
+        start = _resume_auto(config, composed) if config.resume else None
+    else:  # the base is the saved configuration; this command's defaults need not fit together
+        start = _resume(composed, overrides)
+    if isinstance(start, Saved):
+        print(f"{start.directory} has {start.status}; nothing to do (a larger trainer.max_steps goes on)")
+        return start.summary or {}
+    if start is None:
+        start = Start(config, composed, claim(config), claimed=True)
+    try:
+        summary = execute(start, overrides=overrides)
+    except ConfigError:
+        if start.claimed:
+            _unclaim(start.directory)
+        raise
+    except KeyboardInterrupt:
+        print(f"interrupted; to go on: python train.py resume={start.directory}", flush=True)
+        raise
+    log = start.directory / "run.log"
+    if summary["status"] == "failed":
+        faults.stop(f"{summary['error']} (traceback in {log})", status=1)
+    if summary["status"] == "diverged" and start.config.norm.kind not in MAY_DIVERGE:
+        faults.stop(f"{summary['error']} (log in {log})", status=1)
+    return summary
+
+
+def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
+    """Train, and write summary.json whatever happens; return the summary.
+
+    Failures of the training become the status 'failed', with the traceback in run.log. ConfigError (data that cannot
+    be prepared) and interruptions are raised again.
+    """
+    config, directory = start.config, start.directory
+    began = time.monotonic()
+    with open_log(directory) as say:
+        (directory / "summary.json").unlink(missing_ok=True)
+        replay = {**start.composed, "run_dir": None, "resume": None}  # a replay is a new run
+        write_yaml(directory / ".hydra" / "config.yaml", replay)
+        write_yaml(directory / ".hydra" / "overrides.yaml", list(overrides))
+        for note in start.notes:
+            say(note)
+        outcome: Tree = {"status": "interrupted", "error": None}
+        try:
+            outcome = _outcome(start, say)
+            if outcome["status"] == "interrupted":
+                raise KeyboardInterrupt
+        except ConfigError as error:
+            outcome = {"status": "failed", "error": str(error)}
+            raise
+        except Exception as error:
+            append_log(directory, traceback.format_exc())
+            outcome = {"status": "failed", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        finally:
+            summary = _summary(config, outcome, time.monotonic() - began)
+            write_summary(directory, summary)
+    return summary
+
+
+def _outcome(start: Start, say: Say) -> Tree:
+    from tapernorm import loop  # here, so that faults of the configuration are told before torch is imported
+
+    try:
+        result = loop.train(start.config, start.directory, checkpoint=start.checkpoint, say=say)
+    except loop.Interrupted as stop:
+        say(str(stop))
+        return {**stop.summary, "status": "interrupted", "error": None}
+    except loop.Divergence as fault:
+        say(str(fault))
+        return {**(fault.summary or {}), "status": "diverged", "error": str(fault)}
+    return {**result, "status": "finished", "error": None}
+
+
+def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
+    keys = ("val_loss", "best", "steps", "tokens", "gate", "parameters")
+    return {
+        "status": outcome["status"],
+        **dict.fromkeys(keys),
+        "norm": config.norm.name,
+        "anchor": config.anchor.kind,
+        "seed": config.seed,
+        "seconds": round(seconds, 2),
+        "revision": revision(),
+        **outcome,
+    }
+
+
+def failed_summary(composed: Tree, error: BaseException) -> Tree:
+    """The summary of a run whose configuration could not even be built."""
+    sections = {key: value if isinstance(value, dict) else {} for key, value in composed.items()}
+    return {
+        "status": "failed",
+        "val_loss": None,
+        "norm": sections.get("norm", {}).get("name"),
+        "anchor": sections.get("anchor", {}).get("kind"),
+        "seed": composed.get("seed"),
+        "revision": revision(),
+        "error": str(error),
+    }
+
+
+def revision() -> str | None:
+    """The git revision of this code; None where it is not a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# --------------------------------------------------------------------------------------------------------- directories
+
+
+def claim(config: Config) -> Path:
+    """Make this run's directory, which no other run has: `run_dir`, or a new one under `runs_dir`.
+
+    The exclusive mkdir decides between runs that start in the same second.
+    """
+    if config.run_dir:
+        directory = Path(config.run_dir)
+        if not claim_directory(directory):
+            raise ConfigError(f"run_dir={directory} already holds a run; add resume=auto to go on, or name another")
+        return directory
+    label = config.name or f"{config.model.name}-{config.norm.name}-{config.anchor.kind}-s{config.seed}"
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{safe_name(label)}"
+    number = 1
+    while True:
+        directory = Path(config.runs_dir) / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir()
+        except FileExistsError as error:
+            if not directory.is_dir():
+                raise ConfigError(f"runs_dir={config.runs_dir} is not a directory") from error
+            number += 1
+        else:
+            claim_directory(directory)
+            return directory
+
+
+def claim_directory(directory: Path) -> bool:
+    """Make `directory` a run's directory; False if it is one already."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".hydra").mkdir()
+    except FileExistsError:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is not a directory") from None
+        return False
+    return True
+
+
+def _unclaim(directory: Path) -> None:
+    """Take a directory away again in which only our own configuration files are."""
+    ours = {".hydra", "config.yaml", "run.log", "summary.json"}
+    if {path.name for path in directory.iterdir()} <= ours:
+        for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
+            if path.is_file():
+                path.unlink()
+        (directory / ".hydra").rmdir()
+        directory.rmdir()
+
+
+def safe_name(text: str) -> str:
+    """`text` as a file name that needs no quoting in a shell or an override."""
+    return re.sub(r"[^\w.+-]", "-", text, flags=re.ASCII).lstrip(".-") or "run"
+
+
+@contextmanager
+def open_log(directory: Path) -> Iterator[Say]:
+    """Yield `say`, which prints a line and appends it to run.log.
+
+    The log is locked as long as the run lasts, so that no second process goes on with the same run. The lock goes
+    away with its process, also when that is killed.
+    """
+    with (directory / "run.log").open("a", encoding="utf-8") as file:
+        if not _lock(file.fileno()):
+            raise InUse(f"{directory} is in use by another process")
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            file.write(text + "\n")
+            file.flush()
+
+        yield say
+
+
+def append_log(directory: Path, text: str) -> None:
+    with (directory / "run.log").open("a", encoding="utf-8") as file:
+        file.write(text.rstrip("\n") + "\n")
+
+
+def _lock(handle: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows: no lock
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def write_summary(directory: Path, summary: Tree) -> None:
+    """Atomically: whoever sees summary.json sees all of it."""
+    temporary = directory / "summary.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(directory / "summary.json")
+
+
+def write_yaml(path: Path, data: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def check_keys(composed: Tree) -> None:
+    """Raise ConfigError for a key that is not in the schema and for a missing value; ranges are left to `build`."""
+    known = [key for key, _ in all_keys()]
+    for section in ("norm", "dataset"):  # of the chosen kind alone
+        known = [key for key in known if not key.startswith(f"{section}.")]
+        known += [f"{section}.{name}" for name, _ in fields_of(section, composed)]
+    for key, value in leaves(composed):
+        if key not in known:
+            raise ConfigError(unknown_key(key, known))
+        if value == "???":
+            raise ConfigError(f"{key} is missing: give it a value, as in {key}=...")
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def load_run(directory: Path) -> Saved:
+    """Read what a run's directory says of it. Raises ConfigError if it holds no run."""
+    file = directory / ".hydra" / "config.yaml"
+    try:
+        composed = yaml.safe_load(file.read_text(encoding="utf-8"))
+        resolved_file = directory / "config.yaml"
+        if resolved_file.exists():
+            resolved = yaml.safe_load(resolved_file.read_text(encoding="utf-8"))
+        else:  # interrupted before the vocabulary was known
+            resolved = to_dict(resolve(build(composed)))
+        summary_file = directory / "summary.json"
+        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else None
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} holds no run ({file} is missing)") from None
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the run in {directory} cannot be read: {error}") from None
+    return Saved(directory, composed, resolved, summary)
+
+
+def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
+    """Go on with the run or checkpoint that `resume` names; a run that is done comes back as it is."""
+    resume, run_dir = str(composed["resume"]), composed.get("run_dir")
+    directory, checkpoint = Path(resume), None
+    if directory.parent.name == "checkpoints":
+        directory, checkpoint = directory.parent.parent, directory
+    if not (checkpoint or directory).is_dir():
+        raise ConfigError(f"resume={resume}: there is no such directory")
+    if run_dir and Path(run_dir) != directory:
+        raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")
+    return go_on(load_run(directory), composed, given=given_keys(overrides), checkpoint=checkpoint)
+
+
+def _resume_auto(config: Config, composed: Tree) -> Start | Saved | None:
+    """Go on in run_dir, or with the newest unfinished run of this configuration; None if there is none."""
+    if config.run_dir:
+        taken = (Path(config.run_dir) / ".hydra" / "config.yaml").exists()
+        return go_on(load_run(Path(config.run_dir)), composed) if taken else None
+    files = Path(config.runs_dir).glob("*/.hydra/config.yaml")
+    for file in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            saved = load_run(file.parent.parent)
+            start = None if saved.done or _in_use(saved.directory) else go_on(saved, composed)
+        except ConfigError:  # another configuration, or no run at all
+            continue
+        if isinstance(start, Start) and start.checkpoint:
+            return start
+    print(f"resume=auto: no unfinished run of this configuration in {config.runs_dir}; starting a new one")
+    return None
+
+
+def _in_use(directory: Path) -> bool:
+    try:
+        with (directory / "run.log").open("a") as file:
+            return not _lock(file.fileno())
+    except OSError:
+        return False
+
+
+def go_on(
+    saved: Saved,
+    composed: Tree,
+    *,
+    given: Sequence[str] | None = None,
+    checkpoint: Path | None = None,
+    longer: bool = True,
+) -> Start | Saved:
+    """Go on with a saved run, with what the new command changes. Raises ConfigError if that changes the training.
+
+    `given` are the keys and sections that the command line names; None: all of `composed` counts. The base is the
+    saved, resolved configuration: values that derive from others keep what they were, so that a longer run does not
+    bend its schedules. `longer`: trainer.max_steps may grow. A run that is done and stays as long is returned as it is.
+    """
+    changed = changes(saved, composed, given, longer=longer)
+    grows = any(key == "trainer.max_steps" for key, _, _ in changed)
+    if saved.done and not grows and checkpoint is None:
+        return saved
+    resolved, kept = copy.deepcopy(saved.resolved), copy.deepcopy(saved.composed)
+    for key, _, new in changed:
+        _put(resolved, key, new)
+        _put(kept, key, new)
+    if checkpoint is None:
+        from tapernorm.checkpoint import latest
+
+        checkpoint = latest(saved.directory, print)
+    notes = [
+        f"going on from {checkpoint}" if checkpoint else "no checkpoint yet: starting again from step 0",
+        *(f"{key}: {show(old)} -> {show(new)}" for key, old, new in changed),
+    ]
+    return Start(resolve(build(resolved)), kept, saved.directory, checkpoint, notes)
+
+
+def changes(
+    saved: Saved, composed: Tree, given: Sequence[str] | None = None, *, longer: bool
+) -> list[tuple[str, Any, Any]]:
+    """(key, saved value, new value) where the new command differs from the saved run; see `go_on`.
+
+    A value that was left null and then resolved equals both itself and null. Raises ConfigError, naming them all, for
+    changes of the training.
+    """
+    new, before, resolved = (dict(leaves(tree)) for tree in (composed, saved.composed, saved.resolved))
+    found = []
+    for key in dict.fromkeys([*resolved, *new]):
+        if within(key, OWN) or (given is not None and not within(key, given)):
+            continue
+        value = new.get(key)
+        if value != resolved.get(key) and value != before.get(key):
+            found.append((key, resolved.get(key), value))
+    refused = [change for change in found if not _may_change(*change, longer=longer)]
+    if refused:
+        listed = "; ".join(f"{key}: {show(old)} -> {show(new)}" for key, old, new in refused)
+        raise ConfigError(f"{saved.directory} was trained with other settings ({listed}); use a new run for these")
+    return found
+
+
+def _may_change(key: str, old: Any, new: Any, *, longer: bool) -> bool:
+    if key == "trainer.max_steps":
+        return longer and isinstance(new, int) and new > old
+    return within(key, ADJUSTABLE)
+
+
+def given_keys(overrides: Sequence[str]) -> list[str] | None:
+    """The keys and sections that overrides name; None (all of them) if one, such as experiment=..., reaches further."""
+    known = {key for key, _ in all_keys()} | {key.partition(".")[0] for key, _ in all_keys()}
+    keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    return keys if all(key in known for key in keys) else None
+
+
+def within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def _put(tree: Tree, key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value
+
+
+def show(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,286 @@
+"""Sweeps: check every job before the first one starts, run each in its own directory, print one table.
+
+The same command again goes on where the last one stopped: finished jobs are skipped, interrupted and failed ones go on
+from their last checkpoint, and a job whose training settings changed is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict, read_write
+
+from tapernorm import faults, run
+from tapernorm.config import ConfigError, build, resolve
+
+LONGEST_NAME = 100
+# Not part of a job's identity: they say where and how it runs.
+UNNAMED = (*run.OWN, "tracking", "cache_dir", "trainer.device", "trainer.progress")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that has been checked and started."""
+
+    directory: Path
+    jobs: list[str]  # names of the jobs' directories; empty if a sweeper picks them as it goes
+
+
+started: Sweep | None = None  # set by the callback in the launching process, read when Hydra returns
+
+
+# -------------------------------------------------------------------------------------------------------------- naming
+
+
+def identity(overrides: Sequence[str]) -> list[str]:
+    """The overrides that tell one job from another."""
+    return [item for item in overrides if not run.within(item.lstrip("+~").partition("=")[0], UNNAMED)]
+
+
+def job_name(overrides: Sequence[str]) -> str:
+    """A directory name from a job's overrides: `norm-dyt_seed-1`; needs no quoting anywhere.
+
+    A hash is added where the name alone would not be unique: where a character was replaced or the tail cut.
+    """
+    items = identity(overrides)
+    name = run.safe_name("_".join(item.replace("=", "-", 1) for item in items))
+    exact = all(re.fullmatch(r"[A-Za-z][\w.]*=[\w.]+", item, flags=re.ASCII) for item in items)
+    if not items:
+        return "job"
+    if exact and len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9].rstrip('.-_')}-{_hash(items)}"
+
+
+def sweep_name(overrides: Sequence[str]) -> str:
+    return _hash(sorted(identity(overrides)))
+
+
+def _hash(items: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(items).encode()).hexdigest()[:8]
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+def left_to_jobs(argument: str) -> str:
+    """`norm.alpha=0.1` as `norm.alpha=choice(0.1)`, the same for the jobs.
+
+    Hydra composes a sweep once without its swept choices: in `norm=dyt,derf norm.alpha=0.1` it would miss alpha in the
+    default norm. It leaves out swept keys there, so that keys of a group with kinds are made such.
+    """
+    found = re.fullmatch(r"((?:norm|dataset)\.[\w.]+)=(.+)", argument, flags=re.DOTALL)
+    if found is None:
+        return argument
+    try:
+        swept = OverridesParser.create().parse_override(argument).is_sweep_override()
+    except HydraException:  # Hydra will say so
+        return argument
+    return argument if swept else f"{found[1]}=choice({found[2]})"
+
+
+class CheckJobs(Callback):
+    """Hydra's callback: names and checks the sweep. It ends the program itself, as Hydra swallows exceptions."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        global started
+        try:
+            started = start(config)
+        except faults.COMPOSITION_ERRORS as error:
+            faults.stop(faults.explain(error))
+
+
+def start(config: DictConfig) -> Sweep:
+    """Name the sweep, so that every job knows it, and check all its jobs. Raises on the first fault."""
+    if "sweep" not in config:
+        raise ConfigError("this program takes no --multirun")
+    for key in ("resume", "run_dir"):
+        if config[key] not in (None, "auto"):
+            raise ConfigError(f"{key}={config[key]} is for a single run; a sweep goes on when its command is repeated")
+    basic = str(config.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
+    params = config.hydra.sweeper.get("params") or {}
+    arguments = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    name = str(config.sweep.name or sweep_name(arguments))
+    if run.safe_name(name) != name:
+        raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")
+    with read_write(config), open_dict(config):
+        config.sweep.name = name
+        config.hydra.overrides.task.append(f"sweep.name='{name}'")
+    arguments.append(f"sweep.name='{name}'")
+    directory = Path(config.runs_dir).expanduser().absolute() / "sweeps" / name
+    jobs = check(config, arguments, directory) if basic else []
+    print(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}", flush=True)
+    return Sweep(directory, jobs)
+
+
+def check(config: DictConfig, arguments: Sequence[str], directory: Path) -> list[str]:
+    """Compose every job and return the jobs' names.
+
+    Faults of composition, unknown keys, missing values and changed settings stop the sweep. A value out of its range
+    is left to its job to report, so that the others run.
+    """
+    from tapernorm.cli import absolute_paths, plain
+
+    loader = GlobalHydra.instance().config_loader()
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
+    names: dict[str, int] = {}
+    for number, overrides in enumerate(BasicSweeper.split_arguments(parsed, None)[0]):
+        try:
+            tree = loader.load_sweep_config(config, overrides)
+            with read_write(tree), open_dict(tree):
+                del tree["hydra"]
+            composed = absolute_paths(plain(tree), Path.cwd())
+            run.check_keys(composed)
+            name = job_name(overrides)
+            if name in names:
+                raise ConfigError(f"the same settings as job {names[name]}")
+            if saved := _saved(directory / name):
+                run.changes(saved, composed, longer=False)  # refuses changed settings
+        except faults.COMPOSITION_ERRORS as error:
+            raise ConfigError(f"job {number} ({' '.join(identity(overrides))}): {faults.explain(error)}") from error
+        names[name] = number
+    return list(names)
+
+
+def _saved(directory: Path) -> run.Saved | None:
+    """The job that an earlier start left in its directory, if it left more than a failure to begin."""
+    if not (directory / ".hydra" / "config.yaml").exists():
+        return None
+    saved = run.load_run(directory)
+    return saved if saved.worth_keeping else None
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run.Tree:
+    """One job of a sweep. Its status goes to its files; nothing is raised, unless sweep.fail_fast is set."""
+    name = job_name(overrides)
+    directory = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"]) / name
+    print(f"[job {number}] {name}", flush=True)
+    if isinstance(composed.get("tracking"), dict) and composed["tracking"].get("group") is None:
+        composed["tracking"]["group"] = composed["sweep"]["name"]
+    composed = {**composed, "run_dir": None, "resume": None}
+    try:
+        job = _start(composed, directory)
+        if isinstance(job, run.Saved):
+            print(f"[job {number}] {job.status} before; skipped", flush=True)
+            return job.summary or {}
+        summary = run.execute(job, overrides=overrides)
+    except run.InUse as error:
+        print(f"[job {number}] {error}; skipped", flush=True)
+        return {}
+    except ConfigError as error:
+        run.claim_directory(directory)
+        run.append_log(directory, f"error: {error}")
+        summary = run.failed_summary(composed, error)
+        run.write_summary(directory, summary)
+    if summary["status"] != "finished":
+        print(f"[job {number}] {summary['status']}: {summary['error']}", flush=True)
+    if composed["sweep"].get("fail_fast") and is_failure(summary, composed["norm"].get("kind")):
+        raise SystemExit(1)
+    return summary
+
+
+def _start(composed: run.Tree, directory: Path) -> run.Start | run.Saved:
+    config = resolve(build(composed))
+    if saved := _saved(directory):
+        return run.go_on(saved, composed, longer=False)
+    run.claim_directory(directory)
+    return run.Start(config, composed, directory)
+
+
+def is_failure(summary: run.Tree, kind: str | None) -> bool:
+    status = summary["status"]
+    return status not in ("finished", "diverged") or (status == "diverged" and kind not in run.MAY_DIVERGE)
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+def report() -> bool:
+    """Print the table of the sweep that this process started, if it did; True if a job failed or did not run.
+
+    It is built from the files, as the jobs may have run in other processes.
+    """
+    global started
+    if started is None:
+        return False
+    sweep, started = started, None
+    rows = rows_of(sweep)
+    print_table(rows)
+    failed = [row for row in rows if row["failed"]]
+    for row in failed:
+        print(f"{row['status']}: {row['job']}: {row['error'] or ''} ({sweep.directory / row['job'] / 'run.log'})")
+    return bool(failed)
+
+
+COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "steps", "seconds")
+
+
+def rows_of(sweep: Sweep) -> list[run.Tree]:
+    """One row per job. The gap is to the baseline without an anchor that shares every other setting and the seed."""
+    folders = sorted(path.parent.parent.name for path in sweep.directory.glob("*/.hydra/config.yaml"))
+    losses: dict[str, float] = {}
+    rows: list[run.Tree] = []
+    for name in dict.fromkeys([*sweep.jobs, *folders]):
+        summary, config = _read(sweep.directory / name)
+        others = {key: value for key, value in config.items() if key not in NOT_MATCHED}
+        match = json.dumps(others, sort_keys=True)
+        loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
+        if loss is not None and kind == "standard" and config["anchor"]["kind"] == "none":
+            losses[match] = loss
+        rows.append(
+            {
+                "job": name,
+                **{key: summary.get(key) for key in ("status", "norm", "anchor", "seed", "steps", "seconds", "error")},
+                "val loss": loss,
+                "match": match,
+                "failed": name in (sweep.jobs or folders) and is_failure(summary, kind),
+            }
+        )
+    for row in rows:
+        base, loss = losses.get(row["match"]), row["val loss"]
+        row["gap %"] = None if base is None or loss is None else 100 * (loss / base - 1)
+    return rows
+
+
+NOT_MATCHED = ("norm", "anchor", "gate", "calibration", "tracking", "cache_dir", *run.OWN)
+
+
+def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
+    """(summary, resolved configuration) of a job's directory, as far as there is one."""
+    try:
+        saved = run.load_run(directory)
+    except ConfigError:  # never started, or its configuration could not be built
+        file = directory / "summary.json"
+        return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
+    return saved.summary or {"status": "interrupted"}, saved.resolved
+
+
+def print_table(rows: Sequence[run.Tree]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in COLUMNS[:4] else "right", no_wrap=True)
+    formats = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "seconds": "{:.1f}"}
+    for row in rows:
+        cells = {column: row[column] for column in COLUMNS}
+        table.add_row(*("" if cell is None else formats.get(name, "{}").format(cell) for name, cell in cells.items()))
+    # As wide as it needs to be: a cut name or number is of no use.
+    Console(width=1000, highlight=False, file=sys.stdout, markup=False).print(table)

@@ -1,0 +1,207 @@
+"""Text to token ids and back, always through tiktoken: bpe (trained on the data set), gpt2 (stock) and bytes.
+
+Every kind is a table `ranks` (bytes of a token -> id) plus GPT-2's split pattern, so that one class and one file
+format serve all of them. The end-of-text id is one above the highest rank. It is never produced by `encode`: text
+that contains the string `<|endoftext|>` is plain text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapernorm.config import ConfigError, TokenizerConfig
+
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+RANKS_FILE = "tokenizer.tiktoken"
+META_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tiktoken encoding with one special token.
+
+    ranks: bytes of a token -> id; all 256 single bytes must be there, so that every text can be encoded.
+    `n_vocab` counts the end-of-text id `eot`, which is the highest. Raises ValueError for an unusable table.
+    """
+
+    def __init__(self, name: str, ranks: dict[bytes, int], pattern: str = GPT2_PATTERN) -> None:
+        import tiktoken
+
+        missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+        if missing:
+            raise ValueError(f"{len(missing)} of the 256 single bytes have no rank, the first is byte {missing[0]}")
+        if len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
+            raise ValueError("two tokens share a rank, or a rank is negative")
+        self.name = name
+        self.pattern = pattern
+        self.eot = max(ranks.values()) + 1
+        self.n_vocab = self.eot + 1
+        self._ranks = ranks
+        self._tokens = {rank: token for token, rank in ranks.items()}
+        self._lengths = np.zeros(self.n_vocab, dtype=np.int64)  # UTF-8 bytes per id; 0 for eot and unused ids
+        self._lengths[list(self._tokens)] = [len(token) for token in self._tokens.values()]
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.eot}
+        )
+        digest = hashlib.blake2b(pattern.encode(), digest_size=16)
+        for rank in sorted(self._tokens):
+            digest.update(b"%d %s\n" % (rank, base64.b64encode(self._tokens[rank])))
+        self.fingerprint = digest.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name}, {self.n_vocab} ids, {self.fingerprint[:8]})"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without an end-of-text id, also where the text spells it out."""
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        """`encode` of every text, on `threads` threads of this process (tiktoken releases the lock; nothing forks)."""
+        if threads == 1:
+            return [self._encoding.encode_ordinary(text) for text in texts]
+        return self._encoding.encode_ordinary_batch(texts, num_threads=threads)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of any ids: end-of-text and ids outside the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
+        return b"".join(self._tokens.get(int(index), b"") for index in ids).decode("utf-8", errors="replace")
+
+    def n_bytes(self, ids: Sequence[int] | np.ndarray | Any) -> int:
+        """Sum of the ids' UTF-8 bytes (end-of-text counts 0): bits per byte = nats / ln 2 / n_bytes.
+
+        ids: an integer sequence, array or CPU tensor of any shape, all in [0, n_vocab).
+        """
+        return int(self._lengths[np.asarray(ids, dtype=np.int64)].sum())
+
+    def save(self, directory: str | Path) -> None:
+        """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""
+        lines = (b"%s %d\n" % (base64.b64encode(self._tokens[rank]), rank) for rank in sorted(self._tokens))
+        (Path(directory) / RANKS_FILE).write_bytes(b"".join(lines))
+        meta = {
+            "name": self.name,
+            "pattern": self.pattern,
+            "eot": self.eot,
+            "n_vocab": self.n_vocab,
+            "fingerprint": self.fingerprint,
+        }
+        (Path(directory) / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """Read what `save` wrote. Raises ConfigError when a file is missing or is not what was saved."""
+        folder = Path(directory)
+        try:
+            meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+            tokenizer = cls(meta["name"], read_ranks(folder / RANKS_FILE), meta["pattern"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"no tokenizer can be read from {folder}: {error}") from None
+        if tokenizer.fingerprint != meta["fingerprint"]:
+            raise ConfigError(f"{folder / RANKS_FILE} is not the file that {META_FILE} beside it describes")
+        return tokenizer
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str] | None) -> Tokenizer:
+    """The configured tokenizer; only a bpe without `ranks` looks at `texts`, and only at the first train_bytes.
+
+    config.vocab_size must be a number when a bpe is trained. Raises ConfigError, one line: an unreadable ranks file,
+    no text to train on, or GPT-2's files neither cached nor reachable.
+    """
+    if config.kind == "bytes":
+        return Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
+    if config.ranks is not None:
+        try:
+            return Tokenizer(config.kind, read_ranks(Path(config.ranks).expanduser()))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"tokenizer.ranks={config.ranks} is not a usable tiktoken ranks file: {reason}") from None
+    if config.kind == "gpt2":
+        return Tokenizer("gpt2", _stock_gpt2_ranks())
+    if config.vocab_size is None:
+        raise ConfigError("tokenizer.vocab_size is missing: a bpe needs it to be trained")
+    sample = list(_first_bytes(texts or (), config.train_bytes))
+    if not sample:
+        raise ConfigError("tokenizer=bpe has no text to be trained on: the training stories are empty")
+    return Tokenizer("bpe", train_bpe(sample, config.vocab_size))
+
+
+def train_bpe(texts: list[str], vocab_size: int) -> dict[bytes, int]:
+    """Ranks of a byte-level BPE: 256 bytes, then merges of pairs seen at least twice, most frequent first.
+
+    Holds vocab_size - 1 tokens (one id is left for end-of-text), or fewer when the text has no more pairs to merge.
+    """
+    from tokenizers import Tokenizer as Trainable
+    from tokenizers import models, pre_tokenizers, trainers
+
+    model = Trainable(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's pattern
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    to_byte = _byte_of_character()
+    return {bytes(to_byte[char] for char in token): rank for token, rank in model.get_vocab().items()}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 is itself, the rest follow from U+0100 on."""
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """A tiktoken ranks file: one `base64(token) rank` per line. Raises OSError, or ValueError naming the line."""
+    ranks: dict[bytes, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error):
+                raise ValueError(f"line {number} is not 'base64 rank'") from None
+    return ranks
+
+
+def _stock_gpt2_ranks() -> dict[bytes, int]:
+    """GPT-2's ranks from tiktoken's cache, or downloaded into it."""
+    import requests
+    import tiktoken
+
+    # tiktoken downloads without a time limit; asking first, with one, keeps a blocked network from hanging the run
+    user_cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
+    cache = Path(tempfile.gettempdir(), "data-gym-cache") if user_cache is None else Path(user_cache)
+    urls = [GPT2_FILES + name for name in ("vocab.bpe", "encoder.json")]
+    cached = all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in urls)
+    try:
+        if not cached:
+            requests.head(urls[0], timeout=10).raise_for_status()
+        return dict(tiktoken.get_encoding("gpt2")._mergeable_ranks)
+    except Exception as error:  # whatever the network, the proxy or the cache raise, the way out is the same
+        raise ConfigError(
+            f"tokenizer=gpt2: GPT-2's files are not in {cache} and cannot be downloaded ({type(error).__name__}); set "
+            "TIKTOKEN_CACHE_DIR to a folder that has them, or tokenizer.ranks=<gpt2.tiktoken>, or use tokenizer=bpe"
+        ) from None
+
+
+def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """Texts until `limit` UTF-8 bytes are reached; the last one may go beyond it."""
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text.encode("utf-8", errors="replace"))
+        if total >= limit:
+            return

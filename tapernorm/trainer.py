@@ -1,0 +1,417 @@
+"""Everything that one training run holds and can do; tapernorm.loop says in which order."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tapernorm import checkpoint as checkpoints
+from tapernorm.anchor import ScaleAnchor
+from tapernorm.calibration import Calibration, describe
+from tapernorm.config import Config, to_dict
+from tapernorm.data import Batches, Prepared, validation_windows
+from tapernorm.device import autocast, pick_dtype
+from tapernorm.dynamics import UpdateRatio, first_nonfinite
+from tapernorm.evaluation import evaluate
+from tapernorm.gate import GateSchedule, Phase
+from tapernorm.generate import generate
+from tapernorm.model import build_model
+from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
+from tapernorm.tracking import Progress, Tracker, read_metrics
+
+# Plain attributes of a run that its checkpoints hold.
+COUNTERS = ("step", "tokens", "seconds", "best_loss", "best_step", "val_loss", "last_loss")
+
+
+class Divergence(RuntimeError):
+    """A loss or gradient that is not finite. The weights are those before the step; `summary` is the run's so far."""
+
+    def __init__(self, step: int, gate: float, layer: str, summary: dict[str, Any]) -> None:
+        super().__init__(f"the loss or its gradient is not finite at step {step}, gate {gate:.4g}; first in {layer}")
+        self.step, self.gate, self.layer, self.summary = step, gate, layer, summary
+
+
+class TrainingRun:
+    """Everything that one training run holds: model, optimizer, schedules, averages, counters."""
+
+    def __init__(
+        self, config: Config, directory: Path, data: Prepared, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        trainer, model_config = config.trainer, config.model
+        assert config.gate.k_warmup is not None and config.calibration.window is not None
+        assert model_config.norm_eps is not None
+        self.config, self.directory, self.data, self.device = config, directory, data, device
+        self._say = say
+        self.dtype = pick_dtype(trainer.dtype, device)
+        # Dropout and the like, where a model has it; initialization and batches have generators of their own.
+        torch.manual_seed(config.seed)
+        self.model = build_model(config)
+        if model_config.init != "random":
+            checkpoints.initialize_from(self.model, Path(model_config.init), data.tokenizer)
+        self.model.to(device).train()
+        self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.schedule = GateSchedule.from_config(config)
+        self.phase, self.gate = Phase.NORMALIZED, 1.0
+        self.calibration = Calibration(config.calibration, self.schedule.k_warmup, self.model.taper_norms())
+        self.anchor = ScaleAnchor(
+            config.anchor,
+            k_warmup=self.schedule.k_warmup,
+            window=config.calibration.window,
+            decay=config.calibration.decay,
+            family=model_config.norm_family,
+            eps=model_config.norm_eps,
+        )
+        self.batches = Batches(data.train.tokens, model_config.n_ctx, trainer.batch_size, config.seed)
+        self.val_batch = validation_windows(data.valid.tokens, model_config.n_ctx, trainer.val_tokens)
+        inputs, targets = validation_windows(
+            data.valid.tokens, model_config.n_ctx, trainer.probe_size * model_config.n_ctx
+        )
+        self.probe_batch = inputs.to(device), targets.to(device)
+        first_tapered = self.schedule.first_tapered_step
+        # Steps that deserve every measurement: the first, the end of each phase, the last.
+        self.landmarks = {1, self.schedule.k_warmup, first_tapered, trainer.max_steps} - {None, 0}
+        self.step = self.tokens = 0
+        self.seconds = 0.0
+        self.best_loss: float | None = None
+        self.best_step: int | None = None
+        self.val_loss: float | None = None
+        self.log_scale = torch.zeros((), device=device, requires_grad=True)
+        self.interval = self.fresh_interval()
+        self.first_bad = torch.zeros((), dtype=torch.int64, device=device)
+        self.last_loss: float | None = None
+        self.last_probe: dict[str, float | None] = {}
+        self.tokens_per_s = 0.0
+        self.interval_start: tuple[float, int] | None = None
+        self.wandb_state: dict[str, Any] | None = None
+        if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
+            for norm in self.model.taper_norms().values():
+                norm.calibrate(1.0)
+
+    # ---------------------------------------------------------------------------------------------- one training step
+
+    def enter(self, step: int) -> None:
+        """Set gate and phase for this step: training, not observation, hence in plain sight and once per step."""
+        if self.interval_start is None:
+            self.interval_start = time.perf_counter(), self.tokens
+        self.gate, phase = self.schedule.value(step), self.schedule.phase(step)
+        self.model.set_gate(self.gate, phase)
+        if phase is not self.phase:
+            self.enter_phase(phase)
+
+    def enter_phase(self, phase: Phase) -> None:
+        """gamma_t joins the optimizer when the taper starts; gamma's moments go when it ends."""
+        if self.phase is Phase.NORMALIZED:
+            add_taper_gains(self.optimizer, self.model)
+        if phase is Phase.TAPERED:
+            drop_state_of_frozen(self.optimizer)
+        self.phase = phase
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T): a pure function of the seed and the step."""
+        inputs, targets = self.batches.batch(step)
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def batch_level(self, inputs: list[Tensor]) -> Tensor:
+        """mean ln s over the whole batch, from forwards without gradients, for anchor=mean_log with accumulation."""
+        with autocast(self.device, self.dtype):
+            return torch.stack([self.anchor.log_level(self.model.trunk(x)) for x in inputs]).mean()
+
+    def guard(self, step: int, grad_norm: Tensor) -> None:
+        """Make the optimizer skip, on the device and without waiting for it, a step that is not finite."""
+        bad = ~torch.isfinite(self.interval["loss"] + grad_norm)
+        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # what torch's GradScaler sets
+        self.first_bad = torch.where(bad & (self.first_bad == 0), step, self.first_bad)
+
+    def stop_if_not_finite(self, due: bool) -> None:
+        """Raise Divergence naming the step, the gate and the first bad layer. Looks only when that is free or due."""
+        saves = self.step % (self.config.trainer.save_interval or 1) == 0
+        if not (due or saves or self.device.type == "cpu") or self.first_bad.item() == 0:
+            return
+        step = int(self.first_bad.item())
+        gate = self.schedule.value(step)
+        self.model.set_gate(gate, self.schedule.phase(step))
+        with autocast(self.device, self.dtype):
+            layer = first_nonfinite(self.model, *self.batch(step))
+        self.progress.close()
+        raise Divergence(step, gate, layer, self.summary() | {"steps": step - 1})
+
+    def finish_step(self, step: int) -> None:
+        trainer = self.config.trainer
+        self.step = step
+        self.tokens += trainer.batch_size * self.config.model.n_ctx
+        self.interval["steps"] += 1
+
+    def calibrate(self) -> dict[str, float]:
+        """After step k_warmup: c and gamma_t of every tapered layer, the scale target and lambda."""
+        chosen = self.calibration.finish(self.say)
+        self.anchor.freeze()
+        self.say(f"calibrated after step {self.step} on a window of {self.calibration.window} steps")
+        for line in [*describe(chosen), self.anchor.describe()]:
+            self.say(line)
+        assert self.anchor.target is not None
+        return {"scale/target": self.anchor.target, "anchor/lambda": self.anchor.strength}
+
+    # --------------------------------------------------------------------------------------------------- observations
+
+    def fresh_interval(self) -> dict[str, Any]:
+        """Sums since the last logged line: tensors, so that they need no synchronisation."""
+        zero = torch.zeros((), device=self.device)
+        return {"loss": zero, "anchor": zero.clone(), "steps": 0}
+
+    def training_metrics(self, step: int, grad_norm: Tensor, ratio: UpdateRatio | None) -> dict[str, float | None]:
+        """Averages since the last line and the state of this step; starts a new interval."""
+        steps = self.interval["steps"]
+        self.last_loss = self.interval["loss"].item() / steps
+        radial = None if self.log_scale.grad is None else self.log_scale.grad.item() / steps
+        start, tokens = self.interval_start or (time.perf_counter(), self.tokens)
+        elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        self.tokens_per_s = (self.tokens - tokens) / max(elapsed, 1e-9)
+        metrics = {
+            "trainer/tokens": self.tokens,
+            "train/loss": self.last_loss,
+            "gate/g": self.gate,
+            "optim/lr": learning_rate(step, self.config.optim),
+            "grad/norm": grad_norm.item(),
+            "radial/train_mean": radial,
+            "throughput/tokens_per_s": self.tokens_per_s,
+            "update/ratio": None if ratio is None else ratio.value(),
+        }
+        if self.anchor.target is not None:
+            metrics["scale/target"] = self.anchor.target
+        if self.anchor.active and step > self.schedule.k_warmup:
+            weighted = self.interval["anchor"].item() / steps
+            metrics["anchor/weighted"] = weighted
+            metrics["anchor/loss"] = weighted / self.anchor.strength if self.anchor.strength else 0.0
+        self.interval = self.fresh_interval()
+        self.log_scale.grad = None
+        self.interval_start = time.perf_counter(), self.tokens
+        return metrics
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Keep what happens inside out of the throughput."""
+        before = time.perf_counter()
+        yield
+        if self.interval_start is not None:
+            start, tokens = self.interval_start
+            self.interval_start = start + time.perf_counter() - before, tokens
+
+    def validate(self) -> dict[str, float]:
+        """Loss over the fixed validation tokens; remembers the best."""
+        batch_size = self.config.trainer.val_batch_size
+        result = evaluate(self.model, *self.val_batch, batch_size, autocast(self.device, self.dtype))
+        self.note_validation(result.loss)
+        self.say(
+            f"step {self.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {self.gate:.4g}"
+        )
+        return {"val/loss": result.loss, "val/perplexity": result.perplexity}
+
+    def validates_at(self, step: int) -> bool:
+        return step % (self.config.trainer.val_interval or 1) == 0 or step in self.landmarks
+
+    def note_validation(self, loss: float) -> None:
+        self.val_loss = loss
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step = loss, self.step
+
+    # -------------------------------------------------------------------------------------------------- save, restore
+
+    def save(self, wandb_state: dict[str, Any]) -> None:
+        training = {
+            "optimizer": self.optimizer.state_dict(),
+            "calibration": self.calibration.state_dict(),
+            "anchor": self.anchor.state_dict(),
+            "interval": self.interval | {"radial": self.log_scale.grad},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            "tracker": wandb_state,
+        }
+        checkpoints.save(
+            self.directory,
+            self.step,
+            model=self.model.state_dict(),
+            training=training,
+            config=self.config,
+            tokenizer=self.data.tokenizer,
+            meta={
+                "gate": self.gate,
+                "phase": self.phase.value,
+                "tokens": self.tokens,
+                "val_loss": self.val_loss,
+                "train_loss": self.last_loss,
+            },
+        )
+        checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_step)
+
+    def restore(self, path: Path) -> None:
+        """Everything as it was when `path` was saved; checkpoints of later steps belong to a past that is undone."""
+        checkpoints.read_meta(path)
+        state = checkpoints.read_training(path)
+        self.model.load_state_dict(checkpoints.read_weights(path), strict=True)
+        for name in COUNTERS:
+            setattr(self, name, state["counters"][name])
+        phase = self.schedule.phase(self.step) if self.step else Phase.NORMALIZED
+        self.gate = self.schedule.value(self.step)
+        self.model.set_gate(self.gate, phase)
+        if phase is not Phase.NORMALIZED:
+            self.enter_phase(phase)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.calibration.load_state_dict(state["calibration"], self.device)
+        self.anchor.load_state_dict(state["anchor"], self.device)
+        radial = state["interval"].pop("radial")
+        self.log_scale.grad = None if radial is None else radial.to(self.device)
+        self.interval = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] and self.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        self.wandb_state = state["tracker"]
+        for later in checkpoints.list_checkpoints(self.directory):
+            if checkpoints.step_of(later) > self.step:
+                shutil.rmtree(later)
+
+    def catch_up(self, tracker: Tracker) -> None:
+        """A checkpoint is older than its step's validation: take that from the metrics, or do it now."""
+        if self.step == 0 or not self.validates_at(self.step):
+            return
+        logged = next((row for row in read_metrics(self.directory) if row["step"] == self.step), {})
+        if logged.get("val/loss") is None:
+            tracker.log(self.step, self.validate())
+        else:
+            self.note_validation(logged["val/loss"])
+
+    def open_tracker(self) -> Tracker:
+        tracking = self.config.tracking
+        return Tracker(
+            self.directory,
+            to_dict(self.config),
+            tracking,
+            name=self.directory.name,
+            group=tracking.group,
+            resume_step=self.step,
+            state=self.wandb_state,
+            say=self.say,
+        )
+
+    # -------------------------------------------------------------------------------------------- what a person reads
+
+    def say(self, line: str) -> None:
+        self.progress.say(line) if hasattr(self, "progress") else self._say(line)
+
+    def introduce(self) -> None:
+        """State what is about to happen, with an estimate of its duration from one trial step."""
+        config, trainer, schedule = self.config, self.config.trainer, self.schedule
+        per_step = trainer.batch_size * config.model.n_ctx
+        compiled = ", compiled" if trainer.compile else ""
+        say = self._say
+        say(
+            f"device {self.device}, {str(self.dtype).removeprefix('torch.')}{compiled}, {torch.get_num_threads()} threads"
+        )
+        say(
+            f"model {config.model.name}: {self.model.n_parameters():,} parameters, vocabulary {config.model.vocab_size:,}, "
+            f"norm {config.norm.name} ({len(self.model.taper_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
+            f"anchor {config.anchor.kind}, seed {config.seed}"
+        )
+        say(
+            f"tokens: {trainer.max_steps:,} steps of {per_step:,} = {trainer.max_steps * per_step:,}, "
+            f"{trainer.max_steps * per_step / self.batches.tokens_per_epoch:.2f} epochs"
+        )
+        taper = "no tapered layers, gate stays 1"
+        if schedule.first_tapered_step is not None:
+            taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
+        elif self.model.taper_norms():
+            taper = "gate constant: stays 1"
+        say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
+        if self.step:
+            say(f"resumed after step {self.step}")
+        left = trainer.max_steps - self.step
+        if trainer.compile:
+            say("ETA: shown once the first graph is compiled")
+        elif left:
+            say(f"ETA: {clock(self.trial_step() * left)} for {left:,} steps")
+        say(f"run directory {self.directory}")
+        self.progress = Progress(trainer.max_steps, done=self.step, mode=trainer.progress)
+
+    def trial_step(self) -> float:
+        """Seconds of one forward and backward pass whose gradients are thrown away; draws no random number."""
+        x, y = self.batch(self.step + 1)
+        x, y = x[: x.shape[0] // self.config.trainer.accumulation], y[: y.shape[0] // self.config.trainer.accumulation]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for _ in range(2):  # the first one also pays for fresh memory
+            start = time.perf_counter()
+            with autocast(self.device, self.dtype):
+                loss, _ = self.model.loss(x, y)
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+            loss.item()
+        return (time.perf_counter() - start) * self.config.trainer.accumulation
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds beyond the status."""
+        keys = ("scale/final_rms_mean", "logits/norm_mean", "logits/abs_max", "radial/mean")
+        return {
+            "val_loss": self.val_loss,
+            "best": None if self.best_loss is None else {"val_loss": self.best_loss, "step": self.best_step},
+            "train_loss": self.last_loss,
+            "steps": self.step,
+            "tokens": self.tokens,
+            "gate": self.gate,
+            "norm": self.config.norm.name,
+            "anchor": self.config.anchor.kind,
+            "seed": self.config.seed,
+            "model": self.config.model.name,
+            "parameters": self.model.n_parameters(),
+            "seconds": round(self.seconds, 3),
+            "scale_target": self.anchor.target,
+            "c": {site: norm.c.item() for site, norm in self.model.taper_norms().items()},
+            "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
+        }
+
+    def conclude(self) -> None:
+        """Samples, a readable summary, and the command that evaluates the run."""
+        say, trainer = self._say, self.config.trainer
+        tokenizer = self.data.tokenizer
+        if trainer.samples:
+            prompt = torch.full((trainer.samples, 1), tokenizer.eot)
+            length = min(trainer.sample_tokens, self.config.model.n_ctx - 1)
+            rows = generate(self.model, prompt, length, eot=tokenizer.eot, seed=self.config.seed)
+            texts = [tokenizer.decode(row) for row in rows]
+            (self.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n")
+            for number, text in enumerate(texts, 1):
+                say(f"sample {number}: {' '.join(text.split())}")
+        best = f", best {self.best_loss:.4f} at step {self.best_step}" if self.best_loss is not None else ""
+        loss = math.nan if self.val_loss is None else self.val_loss
+        say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
+        scale = self.last_probe.get("scale/final_rms_mean")
+        if scale is not None and self.anchor.target:
+            drift = math.log(scale / self.anchor.target)
+            say(
+                f"  residual scale {scale:.3g}, target {self.anchor.target:.3g} (ln ratio {drift:+.2f}); "
+                f"logit norm {self.last_probe['logits/norm_mean']:.4g}; gate {self.gate:.4g}; "
+                f"{self.tokens:,} tokens in {clock(self.seconds)}"
+            )
+        say(f"evaluate it: python evaluate.py checkpoint={shown(self.directory)}")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shown(path: Path) -> str:
+    """A path relative to the current directory where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,80 @@
+"""Shared fixtures: a tiny configuration, one prepared toy data set per session, and runs on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapernorm.config import Config, build, resolve
+
+TINY: dict[str, Any] = {
+    "model": {"name": "tiny", "n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},
+    "dataset": {"kind": "toy", "stories": 300, "valid_stories": 40, "vocab_size": 400},
+    "optim": {"lr": 0.01},
+    "trainer": {
+        "max_steps": 24,
+        "batch_size": 4,
+        "log_interval": 4,
+        "dynamics_interval": 6,
+        "val_interval": 8,
+        "save_interval": 8,
+        "val_tokens": 256,
+        "val_batch_size": 4,
+        "probe_size": 2,
+        "samples": 0,
+        "device": "cpu",
+        "progress": "none",
+    },
+    "gate": {"k_warmup": 10, "k_taper": 18},
+    "calibration": {"window": 6},
+    "tracking": {"wandb": "disabled"},
+}
+
+
+def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy of base with extra's leaves put over it."""
+    result = {key: merge(value, {}) if isinstance(value, dict) else value for key, value in base.items()}
+    for key, value in extra.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict) and "kind" not in value:
+            result[key] = merge(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "baseline": {"kind": "standard", "name": "baseline"},
+    "internal_taper": {"kind": "taper", "name": "internal_taper", "sites": ["attn", "mlp"]},
+    "all_taper": {"kind": "taper", "name": "all_taper", "sites": ["attn", "mlp", "final"]},
+    "final_taper": {"kind": "taper", "name": "final_taper", "sites": ["final"]},
+    "none": {"kind": "none", "name": "none"},
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data of the whole session in one place, and nothing of the user's."""
+    path = tmp_path_factory.mktemp("cache")
+    os.environ["TAPERNORM_CACHE"] = str(path)
+    os.environ["WANDB_MODE"] = "offline"
+    return path
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Config]:
+    """tiny(norm='all_taper', anchor={'kind': 'mean_log'}, trainer={'max_steps': 8}) -> resolved Config."""
+
+    def make(norm: str = "internal_taper", **sections: Any) -> Config:
+        return resolve(build(merge(TINY, {"norm": NORMS[norm], **sections})))
+
+    return make
+
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+needs_real_text = pytest.mark.skipif(
+    not (SHARED / "tinystories_train.txt").is_file(), reason="real TinyStories text is not beside the checkout"
+)

@@ -1,0 +1,87 @@
+"""The scale losses: formulas, gradients, microbatches, targets."""
+
+import math
+
+import pytest
+import torch
+
+from tapernorm.anchor import ScaleAnchor, token_scale
+from tapernorm.config import AnchorConfig
+
+KINDS = ("fixed_target", "log_target", "mean_log")
+
+
+def anchor(kind: str, **keys: float) -> ScaleAnchor:
+    config = AnchorConfig(kind=kind, **keys)
+    return ScaleAnchor(config, k_warmup=4, window=2, decay=0.9, family="rms", eps=1e-6)
+
+
+def test_target_is_the_bias_corrected_average_of_the_windows_batch_means() -> None:
+    subject = anchor("none")
+    steps = {step: step * torch.randn(2, 8, 16) for step in range(1, 6)}
+    for step, h in steps.items():
+        if subject.records(step):
+            for part in h.chunk(2):
+                subject.record(part)
+            subject.end_step()
+    subject.freeze()
+    means = [token_scale(steps[k], "rms", 1e-6).mean().item() for k in (3, 4)]
+    assert subject.target == pytest.approx((0.9 * means[0] + means[1]) / 1.9, rel=1e-5)
+    assert not subject.active
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_by_hand(kind: str) -> None:
+    subject = anchor(kind, weight=0.7)
+    subject.set_target(2.0)
+    h = 3 * torch.randn(2, 5, 16)
+    s = (h.square().mean(-1) + 1e-6).sqrt()
+    expected = {
+        "fixed_target": 0.7 / 4.0 * (s - 2.0).square().mean(),
+        "log_target": 0.7 * (s.log() - math.log(2.0)).square().mean(),
+        "mean_log": 0.7 * (s.log().mean() - math.log(2.0)).square(),
+    }[kind]
+    torch.testing.assert_close(subject.loss(h), expected)
+
+
+def test_absolute_weight() -> None:
+    subject = anchor("fixed_target", absolute_weight=0.1)
+    subject.set_target(5.0)
+    assert subject.strength == 0.1
+    assert "lambda * s_tgt^2 2.5" in subject.describe()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_P25_microbatches_give_the_whole_batchs_loss_and_gradient(kind: str) -> None:
+    subject = anchor(kind)
+    subject.set_target(2.0)
+    h = (3 * torch.randn(8, 5, 16)).double()
+    whole = h.clone().requires_grad_()
+    loss = subject.loss(whole)
+    loss.backward()
+    parts = h.clone().requires_grad_()
+    level = subject.log_level(h) if kind == "mean_log" else None
+    total = 0.0
+    for part in parts.chunk(4):
+        micro = subject.loss(part, level) / 4
+        micro.backward()
+        total += micro.item()
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_pulls_the_scale_to_its_target(kind: str) -> None:
+    subject = anchor(kind)
+    subject.set_target(2.0)
+    for factor, sign in ((3.0, 1), (0.3, -1)):
+        log_scale = torch.zeros((), requires_grad=True)
+        h = factor * torch.nn.functional.normalize(torch.randn(4, 16), dim=-1) * 4.0 * 2.0
+        subject.loss(h * (1 + log_scale)).backward()
+        assert math.copysign(1, log_scale.grad.item()) == sign
+
+
+def test_layernorm_family_measures_sigma() -> None:
+    h = torch.randn(3, 16) + 100.0
+    assert token_scale(h, "layer", 1e-5).max() < 5
+    assert token_scale(h, "rms", 1e-6).min() > 90

@@ -1,0 +1,238 @@
+"""The configuration: every YAML composes and validates, every key can be overridden, faults are named in one line."""
+
+import dataclasses
+import math
+import typing
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from tapernorm import cli
+from tapernorm.config import (
+    Config,
+    ConfigError,
+    DatasetConfig,
+    NormConfig,
+    TextDatasetConfig,
+    all_keys,
+    all_sites,
+    build,
+    leaves,
+    resolve,
+    select_sites,
+    to_dict,
+)
+
+CHOICES = sorted((file.parent.name, file.stem) for file in cli.CONFIGS.glob("*/*.yaml"))
+EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
+REQUIRED = {"text": ["dataset.train=stories.txt"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_is_ready():
+    cli.register()
+    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> dict:
+    return cli.plain(compose("train", list(overrides)))
+
+
+# ----------------------------------------------------------------------------------------------------------- YAML files
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda value: value)
+def test_every_choice_composes_and_validates(group, choice):
+    config = build(composed(f"{group}={choice}", *REQUIRED.get(choice, [])))
+    resolve(config)
+    section = getattr(config, group, None)
+    if group in ("anchor", "calibration", "tokenizer"):
+        assert section.kind == choice
+    if group in ("norm", "model", "dataset"):
+        assert section.name == choice
+
+
+def test_files_list_only_what_differs():
+    for file in cli.CONFIGS.rglob("*.yaml"):
+        assert len(file.read_text().splitlines()) <= 20, file
+        assert "_target_" not in file.read_text(), file
+
+
+def test_the_composed_default_is_the_schemas_default():
+    assert build(composed()) == build(to_dict(Config(model=build(composed()).model, norm=build(composed()).norm)))
+    assert build(composed("model.name=custom", "norm.name=custom_taper")) == Config()
+
+
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in typing.get_args(NormConfig) + typing.get_args(DatasetConfig)])
+def test_every_key_takes_a_plain_override(kind):
+    """No '+' is needed for any key of the schema, whatever the kind of norm or data set."""
+    cls = {cls.__name__: cls for cls in typing.get_args(NormConfig) + typing.get_args(DatasetConfig)}[kind]
+    section = "dataset" if "Dataset" in kind else "norm"
+    name = str(cls.__pydantic_fields__["kind"].default)
+    choice = {"standard": "baseline", "taper": "all_taper"}.get(name, name)
+    tree = composed(f"{section}={choice}")
+    assert list(tree[section]) == [field.name for field in dataclasses.fields(cls)]
+    given = [
+        f"{key}={'null' if value is None else 'x' if value == '???' else value}"
+        for key, value in leaves(tree)
+        if not isinstance(value, list)
+    ]
+    composed(f"{section}={choice}", *given)
+
+
+def test_precedence_group_experiment_command_line():
+    assert composed("gate=linear")["gate"]["shape"] == "linear"
+    assert composed("experiment=smoke")["model"]["d_model"] == 32
+    assert composed("experiment=smoke", "model=3m")["model"]["d_model"] == 32  # the experiment is laid over the group
+    assert composed("experiment=smoke", "model=3m", "model.d_model=96")["model"]["d_model"] == 96
+    assert composed("experiment=smoke", "tracking=wandb")["tracking"]["wandb"] == "auto"
+    assert composed("experiment=tinystories", "dataset=toy")["dataset"]["kind"] == "toy"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_precedence_holds_in_every_experiment(experiment):
+    tree = composed(f"experiment={experiment}", "trainer.max_steps=40", "seed=7", "norm=dyt", "model.d_model=96")
+    assert (tree["trainer"]["max_steps"], tree["seed"]) == (40, 7)
+    assert (tree["norm"]["kind"], tree["model"]["d_model"]) == ("dyt", 96)
+
+
+def test_smoke_goes_through_every_phase():
+    config = resolve(build(composed("experiment=smoke")))
+    steps = config.trainer.max_steps
+    assert 1 <= config.gate.k_warmup < config.gate.k_taper < steps - 5
+    assert config.trainer.save_interval < steps and config.trainer.val_interval < steps
+
+
+def test_deleted_keys_take_the_schemas_default():
+    assert build(composed("~optim.beta1")).optim.beta1 == 0.9
+    with pytest.raises(ConfigError, match="choose a norm group"):
+        build(composed("~norm"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- build
+
+
+def test_round_trip():
+    for norm in ("baseline", "all_taper", "derf"):
+        config = resolve(build(composed(f"norm={norm}", "dataset=text", "dataset.train=[a.txt,b.txt]")), 4096)
+        assert build(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+optim.learning_rat=1"], "unknown key 'optim.learning_rat'; did you mean 'optim.lr'"),
+        (["+optim.weight_decy=1"], "unknown key 'optim.weight_decy'; did you mean 'optim.weight_decay'"),
+        (["+seeed=3"], "unknown key 'seeed'; did you mean 'seed'"),
+        (["++new.thing=3"], "unknown key 'new'"),
+        (["norm=baseline", "+norm.alpha=1"], "unknown key 'norm.alpha'"),
+        (["dataset=text"], "dataset.train is missing"),
+        (["trainer.max_steps=???"], "trainer.max_steps is missing"),
+        (["seed=None"], "write seed=null"),
+        (["trainer.max_steps=10.5"], "trainer.max_steps=10.5"),
+        (["optim.lr=fast"], "optim.lr='fast'"),
+        (["optim.lr=-1"], "optim.lr=-1"),
+        (["trainer.device=gpu"], "trainer.device='gpu'"),
+        (["model.head_dim=5"], "model.d_model=64 is not a multiple of model.head_dim=5"),
+        (["trainer.accumulation=3"], "trainer.batch_size=8 is not a multiple of trainer.accumulation=3"),
+        (["norm.sites=[8.attn]"], "'8.attn' is outside the model's blocks 0 to 7"),
+        (["norm.sites=[atn]"], "'atn' is not a site"),
+        (["norm.sites=[]"], "norm=baseline"),
+        (["gate.k_taper=400"], "gate.k_taper=400 <= trainer.max_steps=300"),
+        (["gate.k_warmup=0"], "gate.k_warmup=0"),
+        (["anchor=mean_log", "anchor.absolute_weight=1"], "anchor.absolute_weight is for anchor=fixed_target"),
+    ],
+)
+def test_P05_P08_faults_are_named_in_one_line(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        build(composed(*overrides))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_faults_are_told_together():
+    with pytest.raises(ConfigError, match=r"seed=-1.*; .*optim\.lr=-1"):
+        build(composed("optim.lr=-1", "seed=-1"))
+
+
+def test_every_key_has_a_meaning():
+    own_words = [key for key, text in all_keys() if not text and not key.endswith(".kind")]
+    assert own_words == []
+
+
+# -------------------------------------------------------------------------------------------------------------- resolve
+
+
+def test_resolve_is_idempotent_and_fills_every_derived_value():
+    config = resolve(build(composed()), 2048)
+    assert resolve(config, 2048) == config
+    assert config.model.vocab_size == 2048 and config.model.d_ff == 176
+    assert config.optim.lr == 0.64 / 64
+    open_keys = {key for key, value in leaves(to_dict(config)) if value is None}
+    assert not {key for key in open_keys if key.startswith(("gate", "calibration", "trainer", "model"))}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 30, 300, 600, 5000])
+def test_default_horizons_fit_any_length(steps):
+    tree = composed(f"trainer.max_steps={steps}")
+    if steps < 2:  # one step cannot hold a warmup and a taper
+        with pytest.raises(ConfigError, match="must hold"):
+            build(tree)
+        return
+    gate = resolve(build(tree)).gate
+    assert gate.k_warmup >= max(1, math.ceil(0.05 * steps))
+    assert gate.k_warmup < gate.k_taper <= steps
+
+
+def test_an_extended_run_keeps_its_horizons():
+    config = resolve(build(composed("trainer.max_steps=300")))
+    longer = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=900))
+    assert resolve(longer).gate == config.gate
+    assert resolve(longer).optim == config.optim
+
+
+def test_vocabulary_must_equal_the_tokenizers():
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=100 differs from the tokenizer's 2048"):
+        resolve(build(composed("model.vocab_size=100")), 2048)
+
+
+def test_select_sites():
+    assert select_sites(("attn", "final"), 2) == ["0.attn", "1.attn", "final"]
+    assert select_sites(("0-1.mlp", "1.attn"), 3) == ["0.mlp", "1.attn", "1.mlp"]
+    assert select_sites(("attn", "mlp", "final"), 3) == all_sites(3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
+    (tmp_path / "stories").mkdir()
+    tree = {
+        "dataset": {"train": ["a.txt", "/b.txt"], "valid": None, "path": "stories", "field": "text"},
+        "model": {"init": "random"},
+        "runs_dir": "runs",
+        "resume": "auto",
+        "run_dir": "../elsewhere",
+    }
+    found = cli.absolute_paths(tree, tmp_path)
+    assert found["dataset"] == {
+        "train": [str(tmp_path / "a.txt"), "/b.txt"],
+        "valid": None,
+        "path": str(tmp_path / "stories"),
+        "field": "text",
+    }
+    assert found["model"]["init"] == "random" and found["resume"] == "auto"
+    assert found["runs_dir"] == str(tmp_path / "runs")
+    assert found["run_dir"] == str(tmp_path.parent / "elsewhere")
+    hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "runs/x"}}
+    assert cli.absolute_paths(hub, tmp_path) == {
+        "dataset": {"path": "roneneldan/TinyStories"},
+        "model": {"init": str(Path(tmp_path, "runs/x"))},
+    }
+
+
+def test_text_dataset_takes_one_file_or_several():
+    assert build(composed("dataset=text", "dataset.train=a.txt")).dataset == TextDatasetConfig(train="a.txt")
+    assert build(composed("dataset=text", "dataset.train=[a,b]")).dataset == TextDatasetConfig(train=("a", "b"))

@@ -1,0 +1,237 @@
+"""Sweeps: checked first, one directory per job, all failures told, repeatable."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tapernorm import cli, run, sweep
+from tapernorm.config import resolve
+from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
+
+# ruff: noqa: F811
+
+
+def jobs(name: str = "s") -> dict[str, dict]:
+    files = Path("runs", "sweeps", name).glob("*/summary.json")
+    return {file.parent.name: json.loads(file.read_text()) for file in files}
+
+
+# --------------------------------------------------------------------------------------------------------------- naming
+
+
+def test_P04_names_need_no_quoting_and_are_unique():
+    overrides = [
+        ["norm=baseline", "seed=1"],
+        ["norm.sites=[attn,0.mlp]"],
+        ["norm.sites=[attn-0.mlp]"],
+        ["dataset.train='/a b/c=d.txt'"],
+        ["gate.k_taper_share=-1"],
+        ["gate.k_taper_share=1"],
+        ["++model={d_model: 32}"],
+        ["~optim.clip"],
+        [f"trainer.{key}=100000" for key in ("max_steps", "batch_size", "val_tokens", "save_interval", "keep_last")],
+        [f"trainer.{key}=100000" for key in ("max_steps", "batch_size", "val_tokens", "save_interval", "samples")],
+        [],
+    ]
+    names = [sweep.job_name(items) for items in overrides]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[\w.+-]+", name) and len(name) <= sweep.LONGEST_NAME for name in names), names
+    assert names[0] == "norm-baseline_seed-1"
+
+
+def test_names_leave_out_where_and_how_a_job_runs():
+    places = ["sweep.name=x", "resume=auto", "tracking=none", "tracking.wandb=offline", "runs_dir=/tmp/x"]
+    places += ["cache_dir=c", "trainer.device=cpu", "trainer.progress=none"]
+    assert sweep.job_name(["seed=1", *places]) == "seed-1"
+    assert sweep.sweep_name(["a=1", "b=2", *places]) == sweep.sweep_name(["b=2", "a=1"])
+    assert sweep.sweep_name(["a=1"]) != sweep.sweep_name(["a=2"])
+
+
+# ------------------------------------------------------------------------------------------------------------- checking
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["norm=baseline,dyt2"], "job 1 (norm=dyt2): unknown choice norm=dyt2; did you mean norm=dyt?"),
+        (
+            ["seed=1,2", "+optim.learning_rat=1"],
+            "job 0 (seed=1 +optim.learning_rat=1): unknown key 'optim.learning_rat'",
+        ),
+        (["seed=1,2", "optim.weight_decy=0,1"], "unknown key 'optim.weight_decy'; did you mean 'optim.weight_decay'?"),
+        (["norm=derf,dyt", "norm.shift=1"], "job 1 (norm=dyt norm.shift=1): the chosen norm has no key 'norm.shift'"),
+        (["norm=derf,dyt", "+norm.shft=1"], "job 0 (norm=derf +norm.shft=1): unknown key 'norm.shft'"),
+        (["dataset=toy,text"], "job 1 (dataset=text): dataset.train is missing"),
+        (["seed=1,1"], "job 1 (seed=1): the same settings as job 0"),
+        (["seed=1,2", "resume=x"], "resume="),
+        (["seed=1,2", "run_dir=x"], "run_dir="),
+        (["seed=1,2", "sweep.name='a b'"], "sweep.name=a b"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_faults_of_composition_stop_the_sweep_before_it_starts(launch, trainer, arguments, message):
+    status, _, err = launch("-m", *arguments)
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+    assert not trainer.calls and not list(Path().iterdir())
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+def test_P01_good_jobs_finish_and_every_failure_is_told(launch, trainer):
+    status, out, err = launch("-m", "seed=1,2", "model.head_dim=32,5", "sweep.name=s")
+    assert (status, err) == (1, "")
+    assert sorted(summary["status"] for summary in jobs().values()) == ["failed", "failed", "finished", "finished"]
+    table = out[out.index(" job ") :]
+    for seed in (1, 2):
+        name = f"seed-{seed}_model.head_dim-5"
+        log = Path("runs/sweeps/s").absolute() / name / "run.log"
+        assert f"failed: {name}: model.d_model=64 is not a multiple of model.head_dim=5 ({log})" in table
+        assert "not a multiple" in log.read_text()
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+
+
+def test_P01_an_exception_of_a_job_is_in_its_log(launch, trainer):
+    def fail(config):
+        if config.seed == 1:
+            raise RuntimeError("no space left")
+
+    trainer.fail = fail
+    status, out, _ = launch("-m", "seed=0,1,2", "sweep.name=s")
+    assert status == 1 and len(trainer.calls) == 3
+    assert "RuntimeError: no space left" in out
+    assert "Traceback" in Path("runs/sweeps/s/seed-1/run.log").read_text()
+
+
+def test_P01_fail_fast_stops_at_the_first_failure(launch, trainer):
+    status, out, _ = launch("-m", "seed=0,1,2", "model.head_dim=5", "sweep.name=s", "sweep.fail_fast=true")
+    assert status == 1 and list(jobs()) == ["seed-0_model.head_dim-5"]
+    assert out.count("not run") == 4  # two rows of the table, two lines below it
+
+
+def test_divergence_of_a_comparator_is_a_result(launch, trainer):
+    def fail(config):
+        if config.norm.kind != "standard":
+            raise Trainer.Divergence(3, 1.0, "blocks.0")
+
+    trainer.fail = fail
+    assert launch("-m", "norm=baseline,none", "sweep.name=s")[0] == 0
+    assert jobs()["norm-none"]["status"] == "diverged"
+    assert launch("-m", "norm=baseline,all_taper", "sweep.name=t")[0] == 1
+
+
+def test_the_table_pairs_by_seed_and_is_never_cut(launch, trainer, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    arguments = ["norm=baseline,all_taper", "anchor=none,mean_log", "seed=1,2", "optim.lr=0.01", "sweep.name=s"]
+    status, out, _ = launch("-m", *arguments)
+    assert status == 0
+    rows = {row.split()[0]: row.split()[1:] for row in out.splitlines() if row.startswith(" norm-")}
+    assert len(rows) == 8
+    for seed in (1, 2):
+        base = 3 + seed / 10
+        job = rows[f"norm-all_taper_anchor-mean_log_seed-{seed}_optim.lr-0.01"]
+        gap = f"{100 * ((base + 0.03) / base - 1):+.2f}"
+        assert job[:6] == ["finished", "all_taper", "mean_log", str(seed), f"{base + 0.03:.4f}", gap]
+        assert job[6] == "300"
+
+
+def test_jobs_know_their_sweep(launch, trainer):
+    assert launch("-m", "seed=0,1")[0] == 0
+    first, second = trainer.calls
+    assert first[0].sweep.name == first[0].tracking.group == first[1].parent.name == second[0].sweep.name
+    assert first[1].parent.parent == Path("runs/sweeps").absolute()
+    assert launch("-m", "seed=0,1", "tracking.group=mine", "sweep.name=t")[0] == 0
+    assert trainer.calls[-1][0].tracking.group == "mine"
+
+
+def test_keys_of_the_swept_kinds(launch, trainer):
+    """Hydra's first composition knows the default norm alone; the jobs' norms have these keys."""
+    arguments = ["norm=dyt,derf", "norm.alpha=0.25", "norm.sites=[attn,final]", "norm.name='a b'", "sweep.name=s"]
+    assert launch("-m", *arguments)[0] == 0
+    norms = [config.norm for config, _, _ in trainer.calls]
+    assert [(norm.kind, norm.alpha, norm.sites, norm.name) for norm in norms] == [
+        ("dyt", 0.25, ("attn", "final"), "a b"),
+        ("derf", 0.25, ("attn", "final"), "a b"),
+    ]
+    trainer.calls.clear()
+    assert launch("-m", "norm=dyt", "norm.alpha=0.25,0.5", "sweep.name=t")[0] == 0
+    assert [config.norm.alpha for config, _, _ in trainer.calls] == [0.25, 0.5]
+
+
+def test_an_experiment_can_name_its_own_sweep(launch, trainer):
+    assert launch("-m", "experiment=comparators", "trainer.max_steps=20", "seed=0")[0] == 0
+    assert [config.norm.name for config, _, _ in trainer.calls] == ["baseline", "internal_taper", "dyt", "derf", "none"]
+
+
+# ------------------------------------------------------------------------------------------------------------ repeating
+
+
+def test_P03_the_same_command_goes_on(launch, trainer):
+    def stop(config):
+        if config.seed == 1:
+            directory = trainer.calls[-1][1]
+            run.write_yaml(directory / "config.yaml", cli.to_dict(resolve(config, 512)))
+            (directory / "checkpoints" / "step-00000050").mkdir(parents=True)
+            raise KeyboardInterrupt
+
+    trainer.fail = stop
+    command = ["-m", "seed=0,1,2,3", "optim.lr=0.01"]
+    status, out, _ = launch(*command)
+    assert status == 130 and "interrupted" in out and "not run" in out
+    trainer.fail, trainer.calls = lambda config: None, []
+    status, out, _ = launch(*command)
+    assert status == 0 and "[job 0] finished before; skipped" in out
+    assert [config.seed for config, _, _ in trainer.calls] == [1, 2, 3]
+    assert trainer.calls[0][2].name == "step-00000050" and trainer.calls[1][2] is None
+    assert out.count("finished ") >= 4
+
+
+def test_P03_changed_settings_are_refused_by_name(launch, trainer):
+    assert launch("-m", "seed=0,1", "sweep.name=s")[0] == 0
+    trainer.calls.clear()
+    file = Path("runs/sweeps/s/seed-1/.hydra/config.yaml")
+    file.write_text(file.read_text().replace("weight_decay: 0.1", "weight_decay: 0.3"))
+    saved = Path("runs/sweeps/s/seed-1/config.yaml")
+    saved.write_text(saved.read_text().replace("weight_decay: 0.1", "weight_decay: 0.3"))
+    status, _, err = launch("-m", "seed=0,1", "sweep.name=s")
+    assert status == 2 and "job 1 (seed=1)" in err and "optim.weight_decay: 0.3 -> 0.1" in err
+    assert not trainer.calls
+
+
+def test_P03_failed_jobs_run_again(launch, trainer):
+    def fail(config):
+        raise RuntimeError("once")
+
+    trainer.fail = fail
+    assert launch("-m", "seed=0,1", "sweep.name=s")[0] == 1
+    trainer.fail = lambda config: None
+    assert launch("-m", "seed=0,1", "sweep.name=s")[0] == 0
+    assert all(summary["status"] == "finished" for summary in jobs().values())
+
+
+def test_P10_joblib_runs_jobs_in_processes(tmp_path):
+    """A real sweep: two jobs train, one cannot; the table comes from the files."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    arguments = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "experiment=smoke", "sweep.name=s"]
+    arguments += ["trainer.max_steps=4", "trainer.samples=0", "seed=1,2,-1", "cache_dir=cache"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1, done.stderr
+    summaries = {
+        file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("runs/sweeps/s/*/summary.json")
+    }
+    statuses = {name.split("seed-")[1][:1]: summary["status"] for name, summary in summaries.items()}
+    assert statuses == {"1": "finished", "2": "finished", "-": "failed"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
+    assert "seed=-1" in done.stdout

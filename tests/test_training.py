@@ -1,0 +1,270 @@
+"""Whole runs: equal to the baseline until the taper, exact resume, equal under accumulation, undisturbed by observers.
+
+`python -m tests.test_training` writes the golden losses anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tapernorm import checkpoint as checkpoints
+from tapernorm.config import Config, ConfigError
+from tapernorm.loop import Divergence, train
+from tapernorm.tracking import read_metrics
+
+EVERY_STEP = {"log_interval": 1, "save_interval": 1, "keep_last": 1000}
+ANCHORS = ("none", "fixed_target", "mean_log")
+CLOCK = {"throughput/tokens_per_s"}
+
+
+def run(config: Config, directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
+    directory.mkdir(parents=True, exist_ok=True)
+    return train(config, directory, checkpoint, say=lambda line: None)
+
+
+def weights(directory: Path, step: int) -> dict[str, Tensor]:
+    return checkpoints.read_weights(directory / "checkpoints" / f"step-{step:08d}")
+
+
+def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in CLOCK} for row in read_metrics(directory)]
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("norm", ["internal_taper", "all_taper"])
+def test_bit_identical_to_the_baseline_until_the_taper(
+    tiny: Callable[..., Config], tmp_path: Path, anchor: str, norm: str
+) -> None:
+    """Losses, gradient norms and weights, with clipping, accumulation and an active statistics window."""
+    keys: dict[str, Any] = {
+        "anchor": {"kind": anchor},
+        "trainer": EVERY_STEP | {"max_steps": 14, "accumulation": 2},
+        "optim": {"clip": 0.5},
+        "gate": {"k_warmup": 10, "k_taper": 13},
+    }
+    run(tiny(norm="baseline", **keys), tmp_path / "baseline")
+    run(tiny(norm=norm, **keys), tmp_path / "taper")
+    baseline, taper = rows(tmp_path / "baseline"), rows(tmp_path / "taper")
+    assert [row["step"] for row in taper] == list(range(1, 15))
+    for a, b in zip(baseline[:10], taper[:10], strict=True):
+        for key in ("train/loss", "grad/norm", "update/ratio"):
+            assert a[key] == b[key], (a["step"], key)
+    assert any(row["grad/norm"] > 0.5 for row in baseline[:10]), "clipping never acted"
+    assert baseline[9]["scale/target"] == taper[9]["scale/target"]
+    for step in range(1, 11):
+        a, b = weights(tmp_path / "baseline", step), weights(tmp_path / "taper", step)
+        assert not any("taper" in name or name.endswith(".c") for name in a)
+        assert_same_weights(a, {name: b[name] for name in a})
+    assert baseline[11]["train/loss"] != taper[11]["train/loss"]
+    assert taper[12]["gate/g"] == 0.0 and baseline[12]["gate/g"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"), [("normalized", 2), ("window", 7), ("calibration", 10), ("tapering", 14), ("tapered", 20)]
+)
+@pytest.mark.parametrize("anchor", ["none", "fixed_target"])
+def test_P24_resumed_equals_uninterrupted(
+    tiny: Callable[..., Config], tmp_path: Path, phase: str, step: int, anchor: str
+) -> None:
+    config = tiny(norm="all_taper", anchor={"kind": anchor}, trainer={"save_interval": 1, "keep_last": 1000})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    summary = run(config, whole)
+    shutil.copytree(whole, resumed)  # the metrics then reach beyond the checkpoint, as after a kill
+    again = run(config, resumed, resumed / "checkpoints" / f"step-{step:08d}")
+    assert_same_weights(weights(whole, 24), weights(resumed, 24))
+    assert rows(whole) == rows(resumed)
+    timeless = {"seconds"}
+    assert {k: v for k, v in again.items() if k not in timeless} == {
+        k: v for k, v in summary.items() if k not in timeless
+    }
+    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps)), "every step exactly once"
+
+
+@pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log"])
+def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], tmp_path: Path, anchor: str) -> None:
+    keys = {"anchor": {"kind": anchor}, "optim": {"lr": 1e-3}}
+    for accumulation in (1, 4):
+        trainer = {"log_interval": 1, "batch_size": 8, "accumulation": accumulation}
+        run(tiny(norm="all_taper", trainer=trainer, **keys), tmp_path / str(accumulation))
+    whole, split = rows(tmp_path / "1"), rows(tmp_path / "4")
+    for a, b in zip(whole, split, strict=True):
+        for key in ("train/loss", "grad/norm", "anchor/weighted", "scale/target"):
+            assert (key in a) == (key in b)
+            assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=2e-4, abs=1e-6), (a["step"], key)
+    first = next(row for row in whole if "anchor/weighted" in row)
+    assert first["step"] == 11
+    one, other = (rows(tmp_path / n)[10] for n in ("1", "4"))
+    assert one["grad/norm"] == pytest.approx(other["grad/norm"], rel=1e-5)
+
+
+def test_observers_are_inert(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    often = {"log_interval": 1, "dynamics_interval": 1, "val_interval": 1, "save_interval": 1, "keep_last": 1000}
+    rarely = {"log_interval": 1000, "dynamics_interval": 1000, "val_interval": 1000, "save_interval": 1000}
+    for name, trainer in (("often", often), ("rarely", rarely)):
+        run(tiny(norm="all_taper", anchor={"kind": "log_target"}, trainer=trainer), tmp_path / name)
+    assert_same_weights(weights(tmp_path / "often", 24), weights(tmp_path / "rarely", 24))
+
+
+def test_gains_join_and_leave_the_optimizer_with_the_phases(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    run(tiny(norm="all_taper", trainer=EVERY_STEP), tmp_path)
+    gains = []
+    for step in (10, 11, 18):
+        state = checkpoints.read_training(tmp_path / "checkpoints" / f"step-{step:08d}")["optimizer"]
+        gains.append((len(state["param_groups"]), len(state["state"]), [g["weight_decay"] for g in state["param_groups"]]))
+    assert gains == [(2, 14, [0.1, 0.0]), (3, 19, [0.1, 0.0, 0.0]), (3, 14, [0.1, 0.0, 0.0])]
+    before, after = weights(tmp_path, 18), weights(tmp_path, 24)
+    for name in before:
+        if name.endswith(("attn_norm.weight", "mlp_norm.weight", "final_norm.weight", ".c")):
+            assert torch.equal(before[name], after[name]), f"{name} moved after gate 0"
+
+
+def test_the_run_ends_tapered_with_every_metric(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    summary = run(tiny(norm="all_taper", anchor={"kind": "fixed_target"}), tmp_path)
+    assert summary["gate"] == 0.0 and math.isfinite(summary["val_loss"])
+    names = {name for row in read_metrics(tmp_path) for name in row}
+    wanted = """train/loss val/loss anchor/loss gate/g scale/final_rms_mean scale/final_rms_p99 scale/target
+        logits/norm_mean logits/abs_max radial/mean radial/train_mean radial/theory radial/fraction radial/bound_ok
+        grad/norm grad/final_hidden_norm throughput/tokens_per_s scale/rms.0.attn calib/c.final""".split()
+    assert names >= set(wanted)
+    last = read_metrics(tmp_path)[-1]
+    assert last["step"] == 24 and last["gate/g"] == 0.0 and last["val/loss"] == summary["val_loss"]
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt", "step", "constant"])
+@pytest.mark.parametrize("calibration", ["one_batch", "none"])
+def test_every_gate_and_calibration_runs(
+    tiny: Callable[..., Config], tmp_path: Path, shape: str, calibration: str
+) -> None:
+    config = tiny(gate={"shape": shape}, calibration={"kind": calibration}, optim={"lr": 1e-3})
+    summary = run(config, tmp_path)
+    assert summary["gate"] == (1.0 if shape == "constant" else 0.0)
+    assert all((c == 1.0) is (calibration == "none") for c in summary["c"].values())
+
+
+@pytest.mark.parametrize("kind", ["dyt", "derf", "none"])
+def test_comparators_train(tmp_path: Path, kind: str) -> None:
+    assert math.isfinite(run(_comparator(kind), tmp_path)["val_loss"])
+
+
+def _comparator(kind: str) -> Config:
+    from tapernorm.config import build, resolve
+    from tests.conftest import TINY, merge
+
+    return resolve(build(merge(TINY, {"norm": {"kind": kind}, "optim": {"lr": 1e-3}})))
+
+
+def test_layernorm_family_tapers_too(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny(norm="all_taper", model={"norm_family": "layer"}, anchor={"kind": "fixed_target"})
+    summary = run(config, tmp_path)
+    assert summary["gate"] == 0.0 and math.isfinite(summary["val_loss"])
+    assert abs(read_metrics(tmp_path)[-1]["radial/mean"] - read_metrics(tmp_path)[-1]["radial/theory"]) < 1e-4
+
+
+def test_P31_divergence_names_step_gate_and_layer_and_keeps_the_last_checkpoint(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = tiny(
+        norm="all_taper",
+        gate={"k_warmup": 0, "k_taper": 1},
+        calibration={"kind": "none"},
+        optim={"lr": 1e18, "warmup_steps": 6, "clip": None},
+        trainer={"save_interval": 1, "keep_last": 2},
+    )
+    with pytest.raises(Divergence) as error:
+        run(config, tmp_path)
+    divergence = error.value
+    assert divergence.step > 1 and divergence.gate == 0.0 and divergence.layer
+    assert f"step {divergence.step}, gate 0" in str(divergence)
+    latest = checkpoints.latest(tmp_path)
+    assert latest is not None and checkpoints.step_of(latest) == divergence.step - 1
+    assert all(torch.isfinite(tensor).all() for tensor in checkpoints.read_weights(latest).values())
+
+
+def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    baseline = run(tiny(norm="baseline"), tmp_path / "baseline")
+    config = tiny(
+        norm="all_taper",
+        model={"init": str(tmp_path / "baseline")},
+        optim={"lr": 1e-4},
+        trainer={"log_interval": 1, "val_interval": 1},
+    )
+    run(config, tmp_path / "taper")
+    first = read_metrics(tmp_path / "taper")[0]["val/loss"]
+    assert abs(first - baseline["val_loss"]) < 0.1
+    other = tiny(norm="all_taper", model={"init": str(tmp_path / "taper")})
+    with pytest.raises(ConfigError, match="its gate is 0"):
+        run(other, tmp_path / "again")
+
+
+def test_three_graphs_and_no_recompilation_while_the_gate_moves(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter, original = CompileCounter(), torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, **keys: original(f, backend=counter, **keys))
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        run(tiny(norm="all_taper", anchor={"kind": "fixed_target"}, trainer={"compile": True}), tmp_path)
+    torch._dynamo.reset()
+    assert counter.frame_count == 3
+    names = checkpoints.read_weights(tmp_path / "checkpoints" / "step-00000024")
+    assert not any("_orig_mod" in name for name in names)
+
+
+# ------------------------------------------------------------------------------------------------------ golden numbers
+
+GOLDEN = Path(__file__).with_name("golden.json")
+GOLDEN_RUNS = [("baseline", "none"), ("internal_taper", "fixed_target"), ("all_taper", "none"), ("all_taper", "mean_log")]
+
+
+def golden_losses(config: Config, directory: Path) -> list[float]:
+    run(config, directory)
+    return [row["train/loss"] for row in read_metrics(directory)][:20]
+
+
+@pytest.mark.parametrize(("norm", "anchor"), GOLDEN_RUNS)
+def test_golden_losses(tiny: Callable[..., Config], tmp_path: Path, norm: str, anchor: str) -> None:
+    config = tiny(norm=norm, anchor={"kind": anchor}, trainer={"log_interval": 1}, tokenizer={"kind": "bytes"})
+    expected = json.loads(GOLDEN.read_text())[f"{norm}+{anchor}"]
+    assert golden_losses(config, tmp_path) == pytest.approx(expected, rel=1e-3)
+
+
+def regenerate() -> None:
+    import tempfile
+
+    from tapernorm.config import build, resolve
+    from tests.conftest import NORMS, TINY, merge
+
+    losses = {}
+    for norm, anchor in GOLDEN_RUNS:
+        keys = {
+            "norm": NORMS[norm],
+            "anchor": {"kind": anchor},
+            "trainer": {"log_interval": 1},
+            "tokenizer": {"kind": "bytes"},
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            losses[f"{norm}+{anchor}"] = golden_losses(resolve(build(merge(TINY, keys))), Path(directory))
+    GOLDEN.write_text(json.dumps(losses, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(regenerate())
