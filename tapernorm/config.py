@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -24,6 +24,8 @@ SCHEMA = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
+Schema = TypeVar("Schema")
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -155,7 +157,7 @@ def all_sites(n_layer: int) -> list[str]:
     return [f"{block}.{site}" for block in range(n_layer) for site in ("attn", "mlp")] + ["final"]
 
 
-# --------------------------------------------------------------------------------------------- anchor, gate, calibration
+# -------------------------------------------------------------------------------------------- anchor, gate, calibration
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -289,7 +291,7 @@ class TrainerConfig:
     samples: NonNegativeInt = meaning("stories to print at the end", 3)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     compile: bool = meaning("torch.compile the training step, one graph per phase", False)
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = meaning(
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning(
         "auto, cpu, cuda, cuda:1, mps", "auto"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = meaning("bfloat16 means autocast; auto: where it is faster", "auto")
@@ -346,11 +348,35 @@ class Config:
     resume: str | None = meaning("'auto', or the directory of a run or checkpoint to go on from", None)
 
 
-ADAPTER = TypeAdapter(Config)
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class EvaluateConfig:
+    """What evaluate.py can be told; everything else comes from the checkpoint."""
+
+    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
+    tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training", None)
+    batch_size: PositiveInt = meaning("sequences per forward; does not change the loss", 8)
+    samples: NonNegativeInt = meaning("stories to print", 3)
+    sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
+    prompt: str = meaning("text that the samples continue", "")
+    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
+    seed: NonNegativeInt = meaning("of sampling", 0)
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
+    out: str | None = meaning("where to write the result as JSON; null: evaluation.json in the checkpoint's run", None)
 
 
 def build(tree: Mapping[str, Any]) -> Config:
-    """Check a plain nested mapping against the schema and return the frozen configuration.
+    """Check a plain nested mapping against the training schema and return the frozen configuration.
+
+    Raises ConfigError, one line, as `validate` does, and for values that contradict each other.
+    """
+    config = validate(tree, Config)
+    _check_relations(config)
+    return config
+
+
+def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
+    """Check a plain nested mapping against a dataclass of this module and return its frozen instance.
 
     Raises ConfigError, one line: unknown keys with the nearest valid one, wrong types and ranges, missing values
     (`???`), and 'None' where null was meant. Every fault is reported, joined by '; '.
@@ -361,13 +387,12 @@ def build(tree: Mapping[str, Any]) -> Config:
         raise ConfigError("; ".join(faults))
     try:
         # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
-        config = ADAPTER.validate_json(json.dumps(tree))
+        return TypeAdapter(schema).validate_json(json.dumps(tree))
     except (TypeError, ValueError) as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
-        raise ConfigError("; ".join(dict.fromkeys(_explain(item, tree) for item in error.errors()))) from None
-    _check_relations(config)
-    return config
+        lines = [_explain(item, tree, schema) for item in error.errors()]
+        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -392,7 +417,7 @@ def _string_fault(key: str, value: str) -> str | None:
     return None
 
 
-def _explain(item: Any, tree: Mapping[str, Any]) -> str:
+def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
     """One pydantic error as 'key=value: what is wrong'."""
     path = [str(part) for part in item["loc"]]
     node: Any = tree
@@ -408,7 +433,7 @@ def _explain(item: Any, tree: Mapping[str, Any]) -> str:
     match item["type"]:
         case "unexpected_keyword_argument":
             section = ".".join(keys[:-1])
-            valid = [name for name, _ in fields_of(section, tree)]
+            valid = [name for name, _ in fields_of(section, tree, schema)]
             return unknown_key(key, [f"{section}.{name}" if section else name for name in valid])
         case "missing":
             full = ".".join([*keys, path[-1]])
@@ -446,15 +471,15 @@ def unknown_key(key: str, valid: list[str]) -> str:
     return f"unknown key '{key}'; " + (f"{section or 'the top level'} has {listed}" if listed else "see --help")
 
 
-def fields_of(section: str, tree: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+def fields_of(section: str, tree: Mapping[str, Any] | None = None, schema: type = Config) -> list[tuple[str, str]]:
     """(field, meaning) of a section such as 'optim' ('' for the root); a union is decided by the tree's `kind`."""
-    return [(name, text) for name, text, _ in _fields(_class_of(section, tree))]
+    return [(name, text) for name, text, _ in _fields(_class_of(section, tree, schema))]
 
 
-def all_keys() -> list[tuple[str, str]]:
+def all_keys(schema: type = Config) -> list[tuple[str, str]]:
     """(dotted key, meaning) of every leaf of the schema, all variants of the unions included."""
     found: dict[str, str] = {}
-    for name, text, kinds in _fields(Config):
+    for name, text, kinds in _fields(schema):
         for kind in kinds:
             found.update({f"{name}.{sub}": note for sub, note, _ in _fields(kind)})
         if not kinds:
@@ -479,8 +504,8 @@ def _members(hint: Any) -> list[Any]:
     return [hint]
 
 
-def _class_of(section: str, tree: Mapping[str, Any] | None) -> type:
-    cls: type = Config
+def _class_of(section: str, tree: Mapping[str, Any] | None, schema: type) -> type:
+    cls = schema
     for part in filter(None, section.split(".")):
         kinds = {name: members for name, _, members in _fields(cls)}[part]
         wanted = (tree or {}).get(part, {}).get("kind") if tree else None

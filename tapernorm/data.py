@@ -101,7 +101,7 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
 
     threads: of the encoder; the result does not depend on it. Raises ConfigError for missing or unreadable data.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     dataset = config.dataset
     vocab_size = config.tokenizer.vocab_size or max(257, dataset.vocab_size)
@@ -115,7 +115,11 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
     lock = FileLock(f"{entry}.lock")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()  # waits while another process prepares the same entry
+        try:
+            lock.acquire(timeout=0.5)
+        except Timeout:
+            say(f"dataset {dataset.name}: waiting for another process that prepares {entry}")
+            lock.acquire()
     except OSError as error:
         raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
     try:
@@ -571,7 +575,10 @@ def _read_txt(path: Path, field: str) -> Iterator[Raw]:
     """Stories between lines `<|endoftext|>`; in a file without such a line every line is a story."""
     separator = END_OF_TEXT.encode()
     with path.open("rb") as file:
-        if file.read(3) != b"\xef\xbb\xbf":  # a byte order mark is no text
+        mark = file.read(3)
+        if mark[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise ConfigError(f"{path} is UTF-16; save it as UTF-8")
+        if mark != b"\xef\xbb\xbf":  # UTF-8's byte order mark is no text
             file.seek(0)
         start = file.tell()
         separated = any(line.strip() == separator for line in file)

@@ -1,15 +1,26 @@
-"""Deterministic losses over a fixed set of tokens."""
+"""Deterministic losses over a fixed set of tokens, in training and from a checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tapernorm import checkpoint as checkpoints
+from tapernorm.config import ConfigError, EvaluateConfig
+from tapernorm.data import prepare, validation_windows
+from tapernorm.device import autocast as autocast_on
+from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
+from tapernorm.generate import generate
 from tapernorm.model import Decoder
 
 
@@ -49,3 +60,58 @@ def evaluate(
             total += losses.double().sum().item()
     model.train(was_training)
     return Evaluation(loss=total / targets.numel(), tokens=targets.numel())
+
+
+def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Validation loss and samples of a run's or checkpoint's directory; nothing else needs to be known.
+
+    The loss is the one that training reported for that step. Writes one JSON. Raises ConfigError, one line, for a
+    path without a valid checkpoint and for data whose tokenizer is not the checkpoint's.
+    """
+    device = pick_device(config.device)
+    keep_freed_memory()
+    given = Path(config.checkpoint)
+    path = checkpoints.find(given, say)
+    model, trained, tokenizer = checkpoints.load_model(path, device)
+    data = prepare(dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir), say)
+    if data.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"checkpoint {path}: the data set has changed since training, and with it the tokenizer")
+    dtype = pick_dtype(trained.trainer.dtype, device)
+    inputs, targets = validation_windows(
+        data.valid.tokens, trained.model.n_ctx, config.tokens or trained.trainer.val_tokens
+    )
+    meta = checkpoints.read_meta(path)
+    say(f"checkpoint {path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
+    result = evaluate(model, inputs, targets, config.batch_size, autocast_on(device, dtype))
+    say(f"validation loss {result.loss:.4f} nats/token (perplexity {result.perplexity:.2f}) over {result.tokens:,} tokens")
+    prompt = [tokenizer.eot, *tokenizer.encode(config.prompt)]
+    texts = []
+    if config.samples:
+        length = min(config.sample_tokens, max(1, trained.model.n_ctx - len(prompt)))
+        rows = generate(
+            model,
+            torch.tensor([prompt] * config.samples),
+            length,
+            eot=tokenizer.eot,
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+        texts = [config.prompt + tokenizer.decode(row) for row in rows]
+    for number, text in enumerate(texts, 1):
+        say(f"sample {number}: {' '.join(text.split())}")
+    report = {
+        "checkpoint": str(path),
+        "step": meta["step"],
+        "gate": meta["gate"],
+        "norm": trained.norm.name,
+        "anchor": trained.anchor.kind,
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "tokens": result.tokens,
+        "samples": texts,
+    }
+    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
+    out = Path(config.out) if config.out else run_dir / "evaluation.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    say(f"written to {out}")
+    return report

@@ -342,7 +342,7 @@ LISTS: dict[str, list[str]] = {
         eagerly, calmly, gladly, politely, patiently, nervously, gracefully, clumsily, cheerfully, silently, firmly,
         sleepily, shyly, warmly, boldly, secretly, lazily, steadily"""
     ),
-    "looked": _words("""looked, searched, hunted, peeked, checked, peered, glanced, poked around, felt, rummaged"""),
+    "looked": _words("""looked, searched, hunted, peeked, checked, peered, glanced, poked around, rummaged"""),
     "play": _words(
         """tag, hide and seek, catch, pirates, chess, marbles, hopscotch, cards, soccer, dress up, leapfrog, checkers,
         jump rope, explorers, knights, dominoes, charades, detectives, badminton, shopkeepers, follow the leader"""
@@ -808,8 +808,8 @@ The {job} from the {job_place} gave them {job_thing} and {yummy} {foods2}. | "I 
 
 ===
 @opening
-{day} {his} {elder} was ill and lay in bed. | {day} {friend} did not come to school. {He2} was ill. | {pet}, {hero}'s
-    {animal}, was ill. {pet} did not eat {animal_food} and only {sound} {how}.
+{day} {his} {elder} was ill [and lay in bed/and could not get up/and had a sore throat]. | {day} {hero} heard that
+    {his} {elder} was ill. | {day} {his} {elder} had a cold and felt {upset}.
 @worry
 
 "I will make soup," thought {hero}. {He} took {n} {foods}, {m} {foods2} and a pot. | "Perhaps the {job} knows what
@@ -821,12 +821,12 @@ The {job} gave {him} {material}, {job_thing} and a {nice} {plant}. | On the way 
     said the {job}. "Cook it for {n} minutes." | {He} cut the {foods} {how}. {Noise}! The pot fell down, and {hero}
     began again.
 
-{later} the soup was ready. It was {bit} {yummy}. | {hero} brought the {plant} and a {color} {thing}, and read a story
-    about a {job} and a {animal}. | {He} sat by the bed and told of a {kind2} who could {dream}.
+{later} the soup was ready. It was {bit} {yummy}. | {hero} brought {his} {elder} the {plant} and a {color} {thing},
+    and read a story about a {job} and a {animal}. | {He} sat by the bed and told of a {kind2} who could {dream}.
 Every day it got better: first the {body}, then the {body2}. | The next day was better. After {n} days everything was
     well. | {later} there was a smile again.
-"You are my little doctor, {hero}," said {his} {elder}. | {friend} was {glad}, and they played {play} again. | {pet}
-    ate {animal_food} and {sound} {how}.
+"You are my little doctor, {hero}," said {his} {elder}. | {His} {elder} was {glad} and [could play/could sing/laughed]
+    again. | {pet} the {animal} {sound} {how}, for {his} {elder} was well again.
 @moral
 ? @end
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# Tiny tensors: a second thread costs more than it brings, and results must not depend on how many there are.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

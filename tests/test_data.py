@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
 import subprocess
 import sys
-import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,29 +160,49 @@ def test_two_processes_prepare_the_same_at_once(tmp_path: Path) -> None:
     outputs = [process.communicate()[0].splitlines() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert outputs[0][-1] == outputs[1][-1] and outputs[0][-1].startswith("3000 ")
-    assert sorted("prepared" in lines[0] for lines in outputs) == [False, True]
+    assert sorted("prepared" in lines[-2] for lines in outputs) == [False, True]
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
-def test_preparation_streams(tmp_path: Path) -> None:
-    text = tmp_path / "long.jsonl"
-    with text.open("w") as file:
-        for number in range(8_000):
-            file.write(json.dumps({"text": f"story {number} " + "the same words again " * 200}) + "\n")
-    config = build(
-        {
-            "cache_dir": str(tmp_path / "cache"),
-            "dataset": {"kind": "text", "train": str(text), "valid": str(text)},
-            "tokenizer": {"kind": "bpe", "vocab_size": 400, "train_bytes": 100_000},
-        }
-    )
-    tracemalloc.start()
-    prepared = prepare(config, lambda line: None)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert text.stat().st_size > 30e6 and prepared.train.n_documents == 8_000
-    assert peak < 15e6  # half of the text
-    assert prepared.report["valid"]["in_train"] == 8_000 and prepared.valid.n_tokens == 0
+def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stories.jsonl"
+    path.write_text("".join(json.dumps({"text": toy.story(0, index)}) + "\n" for index in range(4_000)))
+    read, encoded, ahead = 0, 0, [0]
+
+    def counted_read(*args: Any) -> Iterator[data.Raw]:
+        nonlocal read
+        for raw in read_jsonl(*args):
+            read += 1
+            yield raw
+
+    def counted_encode(self: Tokenizer, texts: list[str], threads: int) -> list[list[int]]:
+        nonlocal encoded
+        ahead.append(read - encoded)
+        encoded += len(texts)
+        return encode_batch(self, texts, threads)
+
+    read_jsonl, encode_batch = data._read_jsonl, Tokenizer.encode_batch
+    monkeypatch.setattr(data, "_read_jsonl", counted_read)
+    monkeypatch.setattr(Tokenizer, "encode_batch", counted_encode)
+    (tmp_path / "valid.txt").write_text("one\n")
+    dataset = {"kind": "text", "train": str(path), "valid": str(tmp_path / "valid.txt")}
+    tokenizer = {"kind": "bpe", "vocab_size": 300, "train_bytes": 100_000}
+    prepared = prepare(config_for(tmp_path / "c", dataset, tokenizer), lambda line: None)
+    assert prepared.train.n_documents == read == 4_000  # the tokenizer's stories are not read twice
+    assert 100 < max(ahead) <= 1_024 + 200  # never more than a batch, beside what the BPE was trained on
+
+
+@pytest.mark.parametrize("style", ["bar", "lines"])
+def test_long_preparations_show_their_progress(
+    tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data._Progress, "INTERVAL", 0.0)
+    said: list[str] = []
+    config = config_for(tmp_path)
+    prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)), said.append)
+    assert capsys.readouterr().out == ""
+    assert len([line for line in said if "so far" in line]) == (2 if style == "lines" else 0)
+    assert "prepared 60 stories" in said[-1]
 
 
 def test_P23_the_type_follows_the_vocabulary(tmp_path: Path) -> None:
@@ -346,6 +367,15 @@ def test_wrong_columns_and_suffixes_are_named(tmp_path: Path) -> None:
     assert both_splits(prepared) == ["x"]
     with pytest.raises(ConfigError, match="'number' is int64, not text"):
         prepare(text_config(tmp_path / "cache", tmp_path / "a.parquet", field="number"), lambda line: None)
+
+
+def test_byte_order_marks(tmp_path: Path) -> None:
+    (tmp_path / "eight.txt").write_text("one\ntwo\n", encoding="utf-8-sig")
+    (tmp_path / "sixteen.txt").write_text("one\n", encoding="utf-16")
+    prepared = prepare(text_config(tmp_path / "c", tmp_path / "eight.txt", held_out=1e-9), lambda line: None)
+    assert stories_of(prepared.train, prepared.tokenizer) == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"sixteen\.txt is UTF-16"):
+        prepare(text_config(tmp_path / "c", tmp_path / "sixteen.txt"), lambda line: None)
 
 
 def test_empty_training_text_is_one_line(tmp_path: Path) -> None:

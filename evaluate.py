@@ -1,0 +1,20 @@
+"""Evaluate a checkpoint: validation loss and samples; one JSON beside the run.
+
+Examples:
+  python evaluate.py checkpoint=runs/<run>
+  python evaluate.py checkpoint=runs/<run>/checkpoints/step-00000300 prompt='Once upon a time' samples=5
+"""
+
+import hydra
+from omegaconf import DictConfig
+
+from tapernorm import cli
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")
+def main(tree: DictConfig) -> float:
+    return cli.evaluate(tree)
+
+
+if __name__ == "__main__":
+    cli.launch_evaluate(main, description=__doc__)

@@ -1,0 +1,49 @@
+"""The shape of the package: who imports whom, and who may import the heavy libraries."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "tapernorm"
+
+# What each module may import from the package; a module not named here is an entry layer and may import anything.
+ALLOWED = {
+    "config": set(),
+    "gate": {"config"},
+    "tokenizer": {"config"},
+    "toy": set(),
+    "data": {"config", "tokenizer", "toy"},
+    "device": {"config"},
+    "tracking": {"config"},
+    "optim": {"config"},
+    "norms": {"config", "gate"},
+    "calibration": {"config", "norms"},
+    "anchor": {"config", "calibration"},
+    "model": {"config", "gate", "norms"},
+    "dynamics": {"anchor", "model"},
+    "generate": {"model"},
+    "checkpoint": {"config", "gate", "model", "tokenizer"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def test_imports_point_one_way() -> None:
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    for name, allowed in ALLOWED.items():
+        own = {part.split(".")[1] for part in imports(PACKAGE / f"{name}.py") if part.startswith("tapernorm.")}
+        assert own & modules <= allowed, name
+
+
+def test_only_tracking_knows_wandb_and_only_the_entry_layer_knows_hydra() -> None:
+    for path in PACKAGE.glob("*.py"):
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert "wandb" not in roots or path.stem == "tracking"
+        assert "hydra" not in roots or path.stem in {"cli", "sweep", "faults"}
