@@ -9,6 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from tapernorm import cli
+from tapernorm.config import EvaluateConfig, all_keys
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")
@@ -17,4 +18,4 @@ def main(tree: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    cli.launch_evaluate(main, description=__doc__)
+    cli.launch(main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in all_keys(EvaluateConfig)])

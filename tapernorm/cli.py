@@ -21,7 +21,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from tapernorm import faults, run, sweep
-from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, leaves, to_dict
+from tapernorm.config import (
+    Config,
+    ConfigError,
+    DatasetConfig,
+    EvaluateConfig,
+    NormConfig,
+    all_keys,
+    leaves,
+    to_dict,
+    validate,
+)
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -54,6 +64,8 @@ PATH_KEYS = (
     "run_dir",
     "cache_dir",
     "resume",
+    "checkpoint",
+    "out",
 )
 
 
@@ -61,16 +73,16 @@ def launch(
     main: Callable[[], Any],
     *,
     description: str | None,
-    keys: Sequence[tuple[str, str]] | None = None,
+    schema: type = Config,
     shown: Sequence[str] = HELP_KEYS,
 ) -> None:
     """Run a function decorated by `hydra.main`; faults of composition become one line and exit status 2.
 
-    `description` is the head of --help. `keys` are the valid (dotted key, meaning) pairs, None: the training schema's;
-    `shown` are those that --help lists.
+    `description` is the head of --help, `schema` what the composed tree is checked against, `shown` the keys that
+    --help lists.
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_text(description or "", keys or all_keys(), shown))
+        print(help_text(description or "", schema, shown))
         return
     register()
     if {"--multirun", "-m"} & set(sys.argv[1:]):
@@ -79,7 +91,7 @@ def launch(
     try:
         # With HYDRA_FULL_ERROR Hydra hands its exceptions over instead of printing them.
         with (
-            faults.in_one_line(None if keys is None else [key for key, _ in keys]),
+            faults.in_one_line(schema),
             env_override({"HYDRA_FULL_ERROR": "1"}),
         ):
             main()
@@ -104,6 +116,16 @@ def train(tree: DictConfig) -> float | None:
         else:
             summary = run.run_single(composed, overrides=overrides)
     return summary.get("val_loss")
+
+
+def evaluate(tree: DictConfig) -> float:
+    """The task of evaluate.py. Returns the validation loss."""
+    with faults.in_one_line(EvaluateConfig):
+        given = plain(tree)
+        config = validate(absolute_paths(given, Path(HydraConfig.get().runtime.cwd)), EvaluateConfig)
+        from tapernorm.evaluation import evaluate_checkpoint  # torch: only once the command line is known to be right
+
+        return evaluate_checkpoint(config)["loss"]
 
 
 def plain(tree: DictConfig) -> dict[str, Any]:
@@ -158,6 +180,7 @@ def register() -> None:
             node = _defaults(cls)
             store.store(group=f"schema/{section}", name=node["kind"], node=node, provider="tapernorm")
     store.store(name="schema", node=tree, provider="tapernorm")
+    store.store(name="schema_evaluate", node=_defaults(EvaluateConfig), provider="tapernorm")
     store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
 
 
@@ -183,14 +206,14 @@ def _hydra_settings() -> HydraConf:
 # ----------------------------------------------------------------------------------------------------------------- help
 
 
-def help_text(description: str, keys: Iterable[tuple[str, str]], shown: Iterable[str]) -> str:
+def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     """The page of --help: description, groups with their choices, keys with default and meaning."""
-    rows = dict(keys)
-    defaults = dict(leaves(to_dict(Config())))
-    sections = {key.partition(".")[0] for key in rows}
-    lines = [description.strip(), "", "Groups (group=choice):"]
-    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
-        if folder.name in sections or (folder.name == "experiment" and "trainer" in sections):
+    rows = dict(all_keys(schema))
+    defaults = dict(leaves(to_dict(Config()) if schema is Config else _defaults(schema)))
+    lines = [description.strip()]
+    if schema is Config:
+        lines += ["", "Groups (group=choice):"]
+        for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
             choices = sorted(path.stem for path in folder.glob("*.yaml"))
             lines.append(f"  {folder.name:<12} {', '.join(choices)}")
     lines += ["", "Keys (key=value), with their defaults:"]
@@ -198,5 +221,6 @@ def help_text(description: str, keys: Iterable[tuple[str, str]], shown: Iterable
         default = defaults.get(key, "???")
         value = "null" if default is None else ",".join(default) if isinstance(default, list) else str(default)
         lines.append(f"  {key + '=' + value:<30} {rows[key]}")
-    lines += ["", "All keys: --cfg job.  Sweeps: --multirun and a=1,2.  Hydra's own options: --hydra-help"]
+    sweeps = "  Sweeps: --multirun and a=1,2." if schema is Config else ""
+    lines += ["", f"All keys: --cfg job.{sweeps}  Hydra's own options: --hydra-help"]
     return "\n".join(lines)

@@ -291,9 +291,7 @@ class TrainerConfig:
     samples: NonNegativeInt = meaning("stories to print at the end", 3)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     compile: bool = meaning("torch.compile the training step, one graph per phase", False)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning(
-        "auto, cpu, cuda, cuda:1, mps", "auto"
-    )
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     dtype: Literal["auto", "float32", "bfloat16"] = meaning("bfloat16 means autocast; auto: where it is faster", "auto")
     progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
 
@@ -381,8 +379,7 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     Raises ConfigError, one line: unknown keys with the nearest valid one, wrong types and ranges, missing values
     (`???`), and 'None' where null was meant. Every fault is reported, joined by '; '.
     """
-    faults = [_string_fault(key, value) for key, value in leaves(tree) if isinstance(value, str)]
-    faults = [fault for fault in faults if fault]
+    faults = [fault for key, value in leaves(tree) if (fault := _string_fault(key, value))]
     if faults:
         raise ConfigError("; ".join(faults))
     try:
@@ -409,7 +406,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _string_fault(key: str, value: str) -> str | None:
+def _string_fault(key: str, value: Any) -> str | None:
     if value == "???":
         return f"{key} is missing: give it a value, as in {key}=..."
     if value in ("None", "NULL"):
@@ -487,18 +484,20 @@ def all_keys(schema: type = Config) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def _fields(cls: type) -> list[tuple[str, str, list[type]]]:
+def _fields(cls: Any) -> list[tuple[str, str, list[type]]]:
+    """(field, meaning, dataclasses that it may hold) of a dataclass of this module."""
     hints = typing.get_type_hints(cls)
-    rows = []
-    for field in dataclasses.fields(cls):
-        kinds = [kind for kind in _members(hints[field.name]) if dataclasses.is_dataclass(kind)]
-        text = field.default.description if hasattr(field.default, "description") else ""
-        info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
-        rows.append((field.name, (info.description if info else text) or "", kinds))
-    return rows
+    return [
+        (
+            name,
+            info.description or "",
+            [kind for kind in _members(hints[name]) if hasattr(kind, "__dataclass_fields__")],
+        )
+        for name, info in cls.__pydantic_fields__.items()
+    ]
 
 
-def _members(hint: Any) -> list[Any]:
+def _members(hint: Any) -> list[type]:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return list(typing.get_args(hint))
     return [hint]

@@ -19,9 +19,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(
-            f"trainer.device={name}: torch sees {torch.cuda.device_count()} CUDA devices; use trainer.device=auto or cpu"
-        )
+        seen = torch.cuda.device_count()
+        raise ConfigError(f"trainer.device={name}: torch sees {seen} CUDA devices; use trainer.device=auto or cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("trainer.device=mps: torch sees no MPS device; use trainer.device=auto or cpu")
     return device

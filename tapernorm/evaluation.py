@@ -83,7 +83,10 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     meta = checkpoints.read_meta(path)
     say(f"checkpoint {path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
     result = evaluate(model, inputs, targets, config.batch_size, autocast_on(device, dtype))
-    say(f"validation loss {result.loss:.4f} nats/token (perplexity {result.perplexity:.2f}) over {result.tokens:,} tokens")
+    say(
+        f"validation loss {result.loss:.4f} nats/token (perplexity {result.perplexity:.2f}) "
+        f"over {result.tokens:,} tokens"
+    )
     prompt = [tokenizer.eot, *tokenizer.encode(config.prompt)]
     texts = []
     if config.samples:

@@ -18,24 +18,24 @@ import hydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from tapernorm.config import ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
+from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @contextmanager
-def in_one_line(keys: Iterable[str] | None = None) -> Iterator[None]:
+def in_one_line(schema: type = Config) -> Iterator[None]:
     """End the program with one line and status 2 on a fault of composition or configuration raised inside.
 
-    Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `keys`: see `explain`.
+    Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `schema`: see `explain`.
     """
     try:
         yield
     except Exception as error:
         if WANTS_TRACEBACKS or not (isinstance(error, COMPOSITION_ERRORS) or _raised_by_hydra(error)):
             raise
-        stop(explain(error, keys))
+        stop(explain(error, schema))
 
 
 def _raised_by_hydra(error: Exception) -> bool:
@@ -51,15 +51,15 @@ def stop(text: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-def explain(error: BaseException, keys: Iterable[str] | None = None) -> str:
+def explain(error: BaseException, schema: type = Config) -> str:
     """One line for an error of composition: the key or choice at fault and the nearest valid one.
 
-    `keys` are the valid dotted keys; None: those of the training schema.
+    `schema` is the dataclass whose keys are valid.
     """
     text = str(error)
     if isinstance(error, ConfigError):
         return text
-    valid = [key for key, _ in all_keys()] if keys is None else list(keys)
+    valid = [key for key, _ in all_keys(schema)]
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return _unknown_choice(group, choice, error.options)

@@ -104,11 +104,9 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             with run.untimed():
                 run.last_probe = probe(run.model, *run.probe_batch)
                 tracker.log(step, run.last_probe)
-        run.progress.update(
-            step, loss=run.last_loss, gate=run.gate, tokens_per_s=run.tokens_per_s, phase=run.phase.value
-        )
+        run.show_progress()
         # Saved before validating: nothing that takes long stands between a step and its checkpoint.
-        if step % trainer.save_interval == 0 or step == trainer.max_steps or stop.requested:
+        if run.saves_at(step) or stop.requested:
             with run.untimed():
                 tracker.flush()
                 run.save(tracker.state())
@@ -117,10 +115,10 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                 tracker.log(step, run.validate())
         if stop.requested and step < trainer.max_steps:
             tracker.finish("interrupted", run.summary())
-            run.progress.close()
+            run.close_progress()
             raise Interrupted(step, run.summary())
     tracker.flush()
-    run.progress.close()
+    run.close_progress()
 
 
 class StopRequest:
@@ -140,6 +138,7 @@ def signals_as_requests() -> Iterator[StopRequest]:
         signal.signal(number, previous[number])
 
     try:
+        number: int
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             previous[number] = signal.signal(number, request)
     except ValueError:  # not the main thread: the caller keeps its handlers

@@ -221,10 +221,14 @@ def report() -> bool:
     sweep, started = started, None
     rows = rows_of(sweep)
     print_table(rows)
-    failed = [row for row in rows if row["failed"]]
-    for row in failed:
-        print(f"{row['status']}: {row['job']}: {row['error'] or ''} ({sweep.directory / row['job'] / 'run.log'})")
-    return bool(failed)
+    incomplete = [row for row in rows if row["failed"]]
+    stopped = [row for row in incomplete if row["status"] in ("interrupted", "not run")]
+    for row in incomplete:
+        if row not in stopped:
+            print(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
+    if stopped:
+        print(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+    return bool(incomplete)
 
 
 COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "steps", "seconds")

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
@@ -363,17 +364,15 @@ class Progress:
         now = time.monotonic()
         left = (self.total - step) * (now - self._start) / max(step - self.done, 1)
         parts = [f"step {step}/{self.total}", f"{100 * step / self.total:.0f} %", *parts]
-        self._pending = "  ".join([*parts, f"ETA {_clock(left)}"])
+        self._pending = "  ".join([*parts, f"ETA {clock(left)}"])
         if step >= self.total or now - self._printed >= self.LINE_SECONDS:
             self._printed = now
             self._flush_line()
 
-    def say(self, line: str) -> None:
-        """Print a line to standard output without breaking the bar."""
-        if self._bar is not None:
-            tqdm.write(line)
-        else:
-            print(line, flush=True)
+    def say(self, line: str, printer: Callable[[str], None] = print) -> None:
+        """Hand a line to what prints it, with the bar out of its way."""
+        with tqdm.external_write_mode(file=sys.stdout) if self._bar is not None else nullcontext():
+            printer(line)
 
     def close(self) -> None:
         """Print the last line, or leave the bar as it is."""
@@ -387,7 +386,7 @@ class Progress:
         self._pending = None
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """1:23 or 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

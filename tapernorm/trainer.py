@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from tapernorm.gate import GateSchedule, Phase
 from tapernorm.generate import generate
 from tapernorm.model import build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
-from tapernorm.tracking import Progress, Tracker, read_metrics
+from tapernorm.tracking import Progress, Tracker, clock, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = ("step", "tokens", "seconds", "best_loss", "best_step", "val_loss", "last_loss")
@@ -93,6 +92,7 @@ class TrainingRun:
         self.tokens_per_s = 0.0
         self.interval_start: tuple[float, int] | None = None
         self.wandb_state: dict[str, Any] | None = None
+        self.progress: Progress | None = None
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
@@ -135,15 +135,14 @@ class TrainingRun:
 
     def stop_if_not_finite(self, due: bool) -> None:
         """Raise Divergence naming the step, the gate and the first bad layer. Looks only when that is free or due."""
-        saves = self.step % (self.config.trainer.save_interval or 1) == 0
-        if not (due or saves or self.device.type == "cpu") or self.first_bad.item() == 0:
+        if not (due or self.saves_at(self.step) or self.device.type == "cpu") or self.first_bad.item() == 0:
             return
         step = int(self.first_bad.item())
         gate = self.schedule.value(step)
         self.model.set_gate(gate, self.schedule.phase(step))
         with autocast(self.device, self.dtype):
             layer = first_nonfinite(self.model, *self.batch(step))
-        self.progress.close()
+        self.close_progress()
         raise Divergence(step, gate, layer, self.summary() | {"steps": step - 1})
 
     def finish_step(self, step: int) -> None:
@@ -220,6 +219,9 @@ class TrainingRun:
 
     def validates_at(self, step: int) -> bool:
         return step % (self.config.trainer.val_interval or 1) == 0 or step in self.landmarks
+
+    def saves_at(self, step: int) -> bool:
+        return step % (self.config.trainer.save_interval or 1) == 0 or step == self.config.trainer.max_steps
 
     def note_validation(self, loss: float) -> None:
         self.val_loss = loss
@@ -308,7 +310,24 @@ class TrainingRun:
     # -------------------------------------------------------------------------------------------- what a person reads
 
     def say(self, line: str) -> None:
-        self.progress.say(line) if hasattr(self, "progress") else self._say(line)
+        if self.progress is None:
+            self._say(line)
+        else:
+            self.progress.say(line, self._say)
+
+    def show_progress(self) -> None:
+        if self.progress is not None:
+            self.progress.update(
+                self.step,
+                loss=self.last_loss,
+                gate=self.gate,
+                tokens_per_s=self.tokens_per_s,
+                phase=self.phase.value,
+            )
+
+    def close_progress(self) -> None:
+        if self.progress is not None:
+            self.progress.close()
 
     def introduce(self) -> None:
         """State what is about to happen, with an estimate of its duration from one trial step."""
@@ -317,11 +336,13 @@ class TrainingRun:
         compiled = ", compiled" if trainer.compile else ""
         say = self._say
         say(
-            f"device {self.device}, {str(self.dtype).removeprefix('torch.')}{compiled}, {torch.get_num_threads()} threads"
+            f"device {self.device}, {str(self.dtype).removeprefix('torch.')}{compiled}, "
+            f"{torch.get_num_threads()} threads"
         )
         say(
-            f"model {config.model.name}: {self.model.n_parameters():,} parameters, vocabulary {config.model.vocab_size:,}, "
-            f"norm {config.norm.name} ({len(self.model.taper_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
+            f"model {config.model.name}: {self.model.n_parameters():,} parameters, "
+            f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
+            f"({len(self.model.taper_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
             f"anchor {config.anchor.kind}, seed {config.seed}"
         )
         say(
@@ -401,17 +422,4 @@ class TrainingRun:
                 f"logit norm {self.last_probe['logits/norm_mean']:.4g}; gate {self.gate:.4g}; "
                 f"{self.tokens:,} tokens in {clock(self.seconds)}"
             )
-        say(f"evaluate it: python evaluate.py checkpoint={shown(self.directory)}")
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def shown(path: Path) -> str:
-    """A path relative to the current directory where that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if len(relative) < len(str(path)) else str(path)
+        say(f"evaluate it: python evaluate.py checkpoint={self.directory}")

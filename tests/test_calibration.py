@@ -29,7 +29,9 @@ def least_squares_c(rows: list[tuple[np.ndarray, np.ndarray, float]], eps: float
     return float(solution[0])
 
 
-@pytest.mark.parametrize(("kind", "family"), [("ema", "rms"), ("ema", "layer"), ("one_batch", "rms"), ("one_batch", "layer")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("ema", "rms"), ("ema", "layer"), ("one_batch", "rms"), ("one_batch", "layer")]
+)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_c_is_the_weighted_least_squares_solution(kind: str, family: str, microbatches: int) -> None:
     eps = 1e-6
@@ -84,4 +86,3 @@ def test_doubtful_calibrations_are_said() -> None:
     calibration.finish(said.append)
     assert any("0.mlp" in line and "outside" in line for line in said)
     assert any("window of 2 steps" in line for line in said)
-

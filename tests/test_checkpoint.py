@@ -72,9 +72,7 @@ def test_P30_a_damaged_checkpoint_is_named_and_the_one_before_is_used(a_run: Pat
     assert not newest.exists() and newest.with_name("step-00000024.damaged").exists()
 
 
-def test_P30_a_full_disk_leaves_the_last_checkpoint(
-    a_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_P30_a_full_disk_leaves_the_last_checkpoint(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **keys: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -21,7 +21,9 @@ def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Confi
     summary = run(tiny(norm="all_taper"), tmp_path)
     said: list[str] = []
     for batch_size in (1, 3, 8):
-        config = EvaluateConfig(checkpoint=str(tmp_path), batch_size=batch_size, samples=1, sample_tokens=20, device="cpu")
+        config = EvaluateConfig(
+            checkpoint=str(tmp_path), batch_size=batch_size, samples=1, sample_tokens=20, device="cpu"
+        )
         report = evaluate_checkpoint(config, said.append)
         assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
         assert report["tokens"] == 256

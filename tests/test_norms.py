@@ -1,16 +1,14 @@
 """The norms: equal to the framework's at gate 1, linear at gate 0, the stated mixture in between."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tapernorm.config import Config
+from tapernorm.config import build, resolve
 from tapernorm.gate import Phase
 from tapernorm.model import build_model
 from tapernorm.norms import Derf, DyT, TaperLN, TaperNorm
+from tests.conftest import TINY, merge
 
 D = 24
 PAIRS = [(TaperNorm, nn.RMSNorm, 1e-6), (TaperLN, nn.LayerNorm, 1e-5)]
@@ -101,13 +99,8 @@ def test_comparators() -> None:
     torch.testing.assert_close(derf(h), torch.erf(0.5 * h + 0.25))
 
 
-def test_sites_are_chosen_one_by_one(tiny: Callable[..., Config]) -> None:
+def test_sites_are_chosen_one_by_one() -> None:
     chosen = {"kind": "taper", "name": "some", "sites": ["1.attn", "final"]}
-    from tests.conftest import TINY, merge  # the fixture knows presets only
-
-    from tapernorm.config import build, resolve
-
     model = build_model(resolve(build(merge(TINY, {"norm": chosen})), 300))
     assert list(model.taper_norms()) == ["1.attn", "final"]
     assert type(dict(model.norms())["0.attn"]) is nn.RMSNorm
-    assert F.rms_norm is not None

@@ -127,7 +127,9 @@ def test_gains_join_and_leave_the_optimizer_with_the_phases(tiny: Callable[..., 
     gains = []
     for step in (10, 11, 18):
         state = checkpoints.read_training(tmp_path / "checkpoints" / f"step-{step:08d}")["optimizer"]
-        gains.append((len(state["param_groups"]), len(state["state"]), [g["weight_decay"] for g in state["param_groups"]]))
+        gains.append(
+            (len(state["param_groups"]), len(state["state"]), [g["weight_decay"] for g in state["param_groups"]])
+        )
     assert gains == [(2, 14, [0.1, 0.0]), (3, 19, [0.1, 0.0, 0.0]), (3, 14, [0.1, 0.0, 0.0])]
     before, after = weights(tmp_path, 18), weights(tmp_path, 24)
     for name in before:
@@ -135,14 +137,34 @@ def test_gains_join_and_leave_the_optimizer_with_the_phases(tiny: Callable[..., 
             assert torch.equal(before[name], after[name]), f"{name} moved after gate 0"
 
 
+WANTED = {
+    "train/loss",
+    "val/loss",
+    "anchor/loss",
+    "gate/g",
+    "scale/final_rms_mean",
+    "scale/final_rms_p99",
+    "scale/target",
+    "logits/norm_mean",
+    "logits/abs_max",
+    "radial/mean",
+    "radial/train_mean",
+    "radial/theory",
+    "radial/fraction",
+    "radial/bound_ok",
+    "grad/norm",
+    "grad/final_hidden_norm",
+    "throughput/tokens_per_s",
+    "scale/rms.0.attn",
+    "calib/c.final",
+}
+
+
 def test_the_run_ends_tapered_with_every_metric(tiny: Callable[..., Config], tmp_path: Path) -> None:
     summary = run(tiny(norm="all_taper", anchor={"kind": "fixed_target"}), tmp_path)
     assert summary["gate"] == 0.0 and math.isfinite(summary["val_loss"])
     names = {name for row in read_metrics(tmp_path) for name in row}
-    wanted = """train/loss val/loss anchor/loss gate/g scale/final_rms_mean scale/final_rms_p99 scale/target
-        logits/norm_mean logits/abs_max radial/mean radial/train_mean radial/theory radial/fraction radial/bound_ok
-        grad/norm grad/final_hidden_norm throughput/tokens_per_s scale/rms.0.attn calib/c.final""".split()
-    assert names >= set(wanted)
+    assert names >= WANTED
     last = read_metrics(tmp_path)[-1]
     assert last["step"] == 24 and last["gate/g"] == 0.0 and last["val/loss"] == summary["val_loss"]
 
@@ -232,7 +254,12 @@ def test_three_graphs_and_no_recompilation_while_the_gate_moves(
 # ------------------------------------------------------------------------------------------------------ golden numbers
 
 GOLDEN = Path(__file__).with_name("golden.json")
-GOLDEN_RUNS = [("baseline", "none"), ("internal_taper", "fixed_target"), ("all_taper", "none"), ("all_taper", "mean_log")]
+GOLDEN_RUNS = [
+    ("baseline", "none"),
+    ("internal_taper", "fixed_target"),
+    ("all_taper", "none"),
+    ("all_taper", "mean_log"),
+]
 
 
 def golden_losses(config: Config, directory: Path) -> list[float]:
