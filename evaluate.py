@@ -1,8 +1,8 @@
 """Evaluate a checkpoint: validation loss and samples; one JSON beside the run.
 
 Examples:
-  python evaluate.py checkpoint=runs/<run>
-  python evaluate.py checkpoint=runs/<run>/checkpoints/step-00000300 prompt='Once upon a time' samples=5
+  python evaluate.py checkpoint=runs/RUN
+  python evaluate.py checkpoint=runs/RUN/checkpoints/step-00000300 prompt='Once upon a time' samples=5
 """
 
 import hydra

@@ -26,7 +26,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapernorm.config import Config, ConfigError, build, resolve, to_dict
+from tapernorm.config import Config, ConfigError, build, resolve, to_dict, write_yaml
 from tapernorm.gate import GateSchedule
 from tapernorm.model import Decoder
 from tapernorm.tokenizer import Tokenizer
@@ -199,10 +199,6 @@ def initialize_from(model: Decoder, source: Path, tokenizer: Tokenizer) -> None:
             f"model.init={source}: other layers ({', '.join([*missing, *spare][:3])}, ...); use the same norms"
         )
     model.load_state_dict({name: weights[name] for name in weights if name in own and name not in fresh}, strict=False)
-
-
-def write_yaml(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
 
 
 def checksum(path: Path) -> str:

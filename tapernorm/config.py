@@ -15,8 +15,10 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -59,9 +61,7 @@ class ModelConfig:
     norm_family: Literal["rms", "layer"] = meaning("what is tapered: RMSNorm or LayerNorm", "rms")
     norm_eps: Annotated[float | None, Field(gt=0)] = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
     init: str = meaning("'random', or the directory of a run or checkpoint to start from", "random")
-    init_std: Annotated[float | None, Field(gt=0)] = meaning(
-        "standard deviation of the initial matrices; null: sqrt(2 / (5 d_model))", None
-    )
+    init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
 
     @property
     def n_head(self) -> int:
@@ -262,7 +262,7 @@ class TokenizerConfig:
 class OptimConfig:
     """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
 
-    lr: Annotated[float | None, Field(gt=0)] = meaning("peak learning rate; null: 0.64 / d_model", None)
+    lr: Annotated[float | None, Field(gt=0)] = meaning("peak learning rate; null: 0.04 / sqrt(d_model)", None)
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
     warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
     decay_steps: PositiveInt | None = meaning("step at which the cosine ends; null: trainer.max_steps", None)
@@ -395,6 +395,12 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
 def to_dict(config: Any) -> dict[str, Any]:
     """A plain nested dict (lists, numbers, strings) of a configuration dataclass; `build` reads it back."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def write_yaml(path: Path, data: Any) -> None:
+    """Plain data as YAML, keys in their order; the directory is made if it is missing."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -592,7 +598,6 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         model=replace(
             model,
             d_ff=model.d_ff or 8 * math.ceil(model.d_model * 8 / 3 / 8),
-            init_std=model.init_std or math.sqrt(2 / (5 * model.d_model)),
             norm_eps=model.norm_eps or {"rms": 1e-6, "layer": 1e-5}[model.norm_family],
             vocab_size=model.vocab_size or vocab_size,
         ),
@@ -606,7 +611,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         ),
         optim=replace(
             config.optim,
-            lr=config.optim.lr or 0.64 / model.d_model,
+            lr=config.optim.lr or 0.04 / math.sqrt(model.d_model),
             warmup_steps=horizons["warmup_steps"],
             decay_steps=horizons["decay_steps"],
         ),

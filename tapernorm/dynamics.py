@@ -108,9 +108,11 @@ class UpdateRatio:
         return (moved / size).item()
 
 
-@torch.no_grad()
 def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str:
-    """Where a batch (B, T) first turns non-finite: a parameter, the output of a module, or the loss."""
+    """Where a batch (B, T) first turns non-finite: a parameter, a module's output, the loss, or a gradient.
+
+    Forward order for parameters and outputs; for gradients the first one that the backward pass reaches.
+    """
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"parameter {name}"
@@ -125,13 +127,17 @@ def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str:
 
     handles = [watch(name) for name, module in model.named_modules() if not any(module.children())]
     try:
-        logits = model(tokens)
+        loss, _ = model.loss(tokens, targets)
     finally:
         for handle in handles:
             handle.remove()
     if found:
         return found[0]
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return (
-        "the loss" if torch.isfinite(logits).all() and not torch.isfinite(losses).all() else "the head or the gradient"
-    )
+    if not torch.isfinite(loss):
+        return "the logits or the loss"
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    bad = [name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not torch.isfinite(g).all()]
+    # The tied embedding is first by name and last in the backward pass.
+    bad = [name for name in bad if name != "embed.weight"] or bad
+    return f"the gradient of {bad[-1]}" if bad else "the norm of the gradient"

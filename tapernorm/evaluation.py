@@ -22,6 +22,7 @@ from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
 from tapernorm.generate import generate
 from tapernorm.model import Decoder
+from tapernorm.tracking import finite
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,6 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     }
     run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
     out = Path(config.out) if config.out else run_dir / "evaluation.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(finite(report), indent=1) + "\n")
     say(f"written to {out}")
     return report

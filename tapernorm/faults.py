@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
@@ -68,6 +68,8 @@ def explain(error: BaseException, schema: type = Config) -> str:
         return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
     if found := re.match(r"Ambiguous value for argument '(.+)'", text):
         return f"{found[1]} lists several values; add --multirun for a sweep, or write [...] for a list"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read '{error.override}'; write key=value, and quote special characters: \"key='a value'\""
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text}: {error.__cause__}"
     text = re.sub(r"See https?://\S+ for details\.?", "", text)

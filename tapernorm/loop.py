@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, resolve, to_dict
+from tapernorm.config import Config, resolve, to_dict, write_yaml
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
 from tapernorm.dynamics import UpdateRatio, probe
@@ -42,7 +41,7 @@ def train(
     keep_freed_memory()
     data = prepare(config, say)
     config = resolve(config, data.tokenizer.n_vocab)
-    checkpoints.write_yaml(directory / "config.yaml", to_dict(config))
+    write_yaml(directory / "config.yaml", to_dict(config))
     run = TrainingRun(config, directory, data, device, say)
     if checkpoint is not None:
         run.restore(checkpoint)

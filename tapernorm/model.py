@@ -109,13 +109,8 @@ class Decoder(nn.Module):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Matrices ~ N(0, init_std^2), those that write to the residual stream divided by sqrt(2 n_layer).
 
-        The default init_std = sqrt(2 / (5 d_model)) is 'small init' (Nguyen and Salazar, arXiv 1910.05895). At small
-        widths the usual 0.02 leaves the stream so faint that the first blocks drown it (see docs/log.md).
-
         Norms draw nothing, so models that differ only in their norms start from equal matrices.
         """
-        if self.config.init_std is None:
-            raise ValueError("model.init_std is resolved by tapernorm.config.resolve")
         writer_scale = 1.0 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -25,7 +25,19 @@ from typing import Any
 import yaml
 
 from tapernorm import faults
-from tapernorm.config import Config, ConfigError, all_keys, build, fields_of, leaves, resolve, to_dict, unknown_key
+from tapernorm.config import (
+    Config,
+    ConfigError,
+    all_keys,
+    build,
+    fields_of,
+    leaves,
+    resolve,
+    to_dict,
+    unknown_key,
+    write_yaml,
+)
+from tapernorm.tracking import finite
 
 Tree = dict[str, Any]
 Say = Callable[[str], None]
@@ -310,13 +322,9 @@ def _lock(handle: int) -> bool:
 def write_summary(directory: Path, summary: Tree) -> None:
     """Atomically: whoever sees summary.json sees all of it."""
     temporary = directory / "summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(finite(summary), indent=2, allow_nan=False)
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(directory / "summary.json")
-
-
-def write_yaml(path: Path, data: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def check_keys(composed: Tree) -> None:

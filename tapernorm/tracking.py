@@ -314,6 +314,15 @@ def _number(name: str, value: Any) -> int | float | None:
     raise TypeError(f"metric {name} is a {type(value).__name__}, not a number")
 
 
+def finite(data: Any) -> Any:
+    """Plain nested data with NaN and infinities as None: what strict JSON can hold."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 

@@ -1,0 +1,70 @@
+"""What README promises: its commands compose, its two install lines are there, its groups are the ones that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^python (.*)$", README, flags=re.M)]
+
+
+def command(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_compose(line: str, tmp_path: Path) -> None:
+    arguments = [argument for argument in shlex.split(line) if argument not in ("-m", "--help")]
+    arguments = [argument.split(",")[0] if "[" not in argument else argument for argument in arguments]
+    script = str(ROOT / arguments[0])
+    done = command([script, *arguments[1:], "--cfg", "job"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_two_commands_are_there() -> None:
+    assert "pip install -c constraints.txt -e . && python train.py" in README
+    assert "pip install -c constraints.txt -e '.[test]' && pytest" in README
+    assert (ROOT / "constraints.txt").read_text().count("torch==2.13.0") == 1
+
+
+def test_every_choice_is_named() -> None:
+    for folder in (ROOT / "configs").iterdir():
+        if folder.is_dir() and folder.name not in ("experiment", "dataset"):
+            assert f"`{folder.name}`" in README
+            for choice in folder.glob("*.yaml"):
+                assert f"`{choice.stem}`" in README, f"{folder.name}={choice.stem}"
+
+
+def test_help_lists_groups_and_keys_quickly(tmp_path: Path) -> None:
+    done = command([str(ROOT / "train.py"), "--help"], tmp_path)
+    assert done.returncode == 0
+    for word in ("internal_taper", "fixed_target", "tinystories", "trainer.max_steps", "optim.lr", "resume"):
+        assert word in done.stdout
+    assert "torch" not in done.stderr
+
+
+def test_a_whole_smoke_run_and_its_evaluation(tmp_path: Path) -> None:
+    """The commands as a user types them: train, then the evaluate command that the last line prints."""
+    os.environ.pop("WANDB_API_KEY", None)
+    done = command([str(ROOT / "train.py"), "experiment=smoke", "norm=all_taper", "trainer.device=cpu"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    arguments = shlex.split(last.split("python ", 1)[1])
+    checked = command([str(ROOT / arguments[0]), *arguments[1:], "device=cpu"], tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    said = re.search(r"finished: validation loss ([\d.]+)", done.stdout)
+    again = re.search(r"validation loss ([\d.]+)", checked.stdout)
+    assert said and again and said[1] == again[1]
+    run_dir = next((tmp_path / "runs").iterdir())
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "run.log", ".hydra"} <= names
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}, "nothing stray in the launch directory"
