@@ -132,7 +132,7 @@ def test_first_nonfinite_names_the_place() -> None:
     model = model_of(NORMS["none"]).float()
     tokens, targets = batch()
     with torch.no_grad():
-        model.blocks[1].mlp.down.weight.mul_(1e38).mul_(10)
+        model.blocks[1].mlp.down.weight.mul_(1e38).mul_(1e10)
     assert first_nonfinite(model, tokens, targets) == "parameter blocks.1.mlp.down.weight"
     model = model_of(NORMS["none"]).float()
     with torch.no_grad():
