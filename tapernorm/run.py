@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -184,6 +183,8 @@ def _outcome(start: Start, say: Say) -> Tree:
 
 
 def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
+    from tapernorm.checkpoint import git_revision
+
     keys = ("val_loss", "best", "steps", "tokens", "gate", "parameters")
     return {
         "status": outcome["status"],
@@ -192,13 +193,15 @@ def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
         "anchor": config.anchor.kind,
         "seed": config.seed,
         "seconds": round(seconds, 2),
-        "revision": revision(),
+        "git_revision": git_revision(),
         **outcome,
     }
 
 
 def failed_summary(composed: Tree, error: BaseException) -> Tree:
     """The summary of a run whose configuration could not even be built."""
+    from tapernorm.checkpoint import git_revision
+
     sections = {key: value if isinstance(value, dict) else {} for key, value in composed.items()}
     return {
         "status": "failed",
@@ -206,21 +209,9 @@ def failed_summary(composed: Tree, error: BaseException) -> Tree:
         "norm": sections.get("norm", {}).get("name"),
         "anchor": sections.get("anchor", {}).get("kind"),
         "seed": composed.get("seed"),
-        "revision": revision(),
+        "git_revision": git_revision(),
         "error": str(error),
     }
-
-
-def revision() -> str | None:
-    """The git revision of this code; None where it is not a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # --------------------------------------------------------------------------------------------------------- directories

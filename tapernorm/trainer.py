@@ -393,7 +393,7 @@ class TrainingRun:
             "seed": self.config.seed,
             "model": self.config.model.name,
             "parameters": self.model.n_parameters(),
-            "seconds": round(self.seconds, 3),
+            "train_seconds": round(self.seconds, 3),  # without validation, probing and saving; over all resumes
             "scale_target": self.anchor.target,
             "c": {site: norm.c.item() for site, norm in self.model.taper_norms().items()},
             "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
