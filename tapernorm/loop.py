@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,12 @@ def train(
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         run.introduce()
         run.catch_up(tracker)
-        _loop(run, tracker, stop)
+        try:
+            _loop(run, tracker, stop)
+        except Divergence as fault:
+            tracker.log(fault.step, {"train/loss": math.nan, "gate/g": fault.gate})
+            tracker.finish("diverged", fault.summary)
+            raise
         summary = run.summary()
         tracker.finish("finished", summary)
     run.conclude()

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm import data, toy
+from tapernorm import data, sources, toy
 from tapernorm.config import Config, ConfigError, build
-from tapernorm.data import Batches, Prepared, TokenFile, clean, prepare, token_dtype, validation_windows
+from tapernorm.data import Batches, Prepared, TokenFile, prepare, token_dtype, validation_windows
+from tapernorm.sources import clean
 from tapernorm.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
@@ -169,7 +170,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("".join(json.dumps({"text": toy.story(0, index)}) + "\n" for index in range(4_000)))
     read, encoded, ahead = 0, 0, [0]
 
-    def counted_read(*args: Any) -> Iterator[data.Raw]:
+    def counted_read(*args: Any) -> Iterator[sources.Raw]:
         nonlocal read
         for raw in read_jsonl(*args):
             read += 1
@@ -181,8 +182,8 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         encoded += len(texts)
         return encode_batch(self, texts, threads)
 
-    read_jsonl, encode_batch = data._read_jsonl, Tokenizer.encode_batch
-    monkeypatch.setattr(data, "_read_jsonl", counted_read)
+    read_jsonl, encode_batch = sources._read_jsonl, Tokenizer.encode_batch
+    monkeypatch.setattr(sources, "_read_jsonl", counted_read)
     monkeypatch.setattr(Tokenizer, "encode_batch", counted_encode)
     (tmp_path / "valid.txt").write_text("one\n")
     dataset = {"kind": "text", "train": str(path), "valid": str(tmp_path / "valid.txt")}

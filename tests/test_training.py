@@ -215,6 +215,8 @@ def test_P31_divergence_names_step_gate_and_layer_and_keeps_the_last_checkpoint(
     divergence = error.value
     assert divergence.step > 1 and divergence.gate == 0.0 and divergence.layer
     assert f"step {divergence.step}, gate 0" in str(divergence)
+    last = read_metrics(tmp_path)[-1]
+    assert last["step"] == divergence.step and last["train/loss"] is None and last["nonfinite/count"] >= 1
     latest = checkpoints.latest(tmp_path)
     assert latest is not None and checkpoints.step_of(latest) == divergence.step - 1
     assert all(torch.isfinite(tensor).all() for tensor in checkpoints.read_weights(latest).values())
