@@ -1,3 +1,20 @@
 """tapernorm: train transformers whose normalization layers can be tapered away, and see what they do."""
 
+import subprocess
+from functools import cache
+from pathlib import Path
+
 __version__ = "0.1.0"
+
+
+@cache
+def git_revision() -> str | None:
+    """The commit of this source tree, None when it is not a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():  # installed somewhere inside another project's checkout, perhaps
+        return None
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -14,9 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tapernorm import git_revision
 from tapernorm.config import Config, ConfigError, build, resolve, to_dict, write_yaml
 from tapernorm.gate import GateSchedule
 from tapernorm.model import Decoder
@@ -213,13 +212,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@cache
-def git_revision() -> str | None:
-    """The commit of this source tree, None when it is not a checkout."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

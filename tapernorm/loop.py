@@ -143,9 +143,9 @@ def signals_as_requests() -> Iterator[StopRequest]:
         signal.signal(number, previous[number])
 
     try:
-        number: int
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            previous[number] = signal.signal(number, request)
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+            if number := getattr(signal, name, 0):  # Windows has no SIGUSR1
+                previous[number] = signal.signal(number, request)
     except ValueError:  # not the main thread: the caller keeps its handlers
         pass
     try:

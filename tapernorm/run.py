@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from tapernorm import faults
+from tapernorm import faults, git_revision
 from tapernorm.config import (
     Config,
     ConfigError,
@@ -183,8 +183,6 @@ def _outcome(start: Start, say: Say) -> Tree:
 
 
 def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
-    from tapernorm.checkpoint import git_revision
-
     keys = ("val_loss", "best", "steps", "tokens", "gate", "parameters")
     return {
         "status": outcome["status"],
@@ -200,8 +198,6 @@ def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
 
 def failed_summary(composed: Tree, error: BaseException) -> Tree:
     """The summary of a run whose configuration could not even be built."""
-    from tapernorm.checkpoint import git_revision
-
     sections = {key: value if isinstance(value, dict) else {} for key, value in composed.items()}
     return {
         "status": "failed",

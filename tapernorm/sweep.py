@@ -208,6 +208,7 @@ def is_failure(summary: run.Tree, kind: str | None) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- table
+# drift: ln of the final residual scale over its target at k_warmup, the sign of logit chasing
 
 
 def report() -> bool:
@@ -231,7 +232,7 @@ def report() -> bool:
     return bool(incomplete)
 
 
-COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "steps", "seconds")
+COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "drift", "steps", "seconds")
 
 
 def rows_of(sweep: Sweep) -> list[run.Tree]:
@@ -249,7 +250,10 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         rows.append(
             {
                 "job": name,
-                **{key: summary.get(key) for key in ("status", "norm", "anchor", "seed", "steps", "seconds", "error")},
+                **{
+                    key: summary.get(key)
+                    for key in ("status", "norm", "anchor", "seed", "drift", "steps", "seconds", "error")
+                },
                 "val loss": loss,
                 "match": match,
                 "failed": name in (sweep.jobs or folders) and is_failure(summary, kind),
@@ -282,7 +286,7 @@ def print_table(rows: Sequence[run.Tree]) -> None:
     table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in COLUMNS[:4] else "right", no_wrap=True)
-    formats = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "seconds": "{:.1f}"}
+    formats = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "drift": "{:+.2f}", "seconds": "{:.1f}"}
     for row in rows:
         cells = {column: row[column] for column in COLUMNS}
         table.add_row(*("" if cell is None else formats.get(name, "{}").format(cell) for name, cell in cells.items()))

@@ -395,9 +395,15 @@ class TrainingRun:
             "parameters": self.model.n_parameters(),
             "train_seconds": round(self.seconds, 3),  # without validation, probing and saving; over all resumes
             "scale_target": self.anchor.target,
+            "drift": self.drift(),
             "c": {site: norm.c.item() for site, norm in self.model.taper_norms().items()},
             "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
         }
+
+    def drift(self) -> float | None:
+        """ln of the probe's residual scale over the target: e-folds of logit chasing since the calibration."""
+        scale = self.last_probe.get("scale/final_rms_mean")
+        return math.log(scale / self.anchor.target) if scale and self.anchor.target else None
 
     def conclude(self) -> None:
         """Samples, a readable summary, and the command that evaluates the run."""
@@ -414,12 +420,11 @@ class TrainingRun:
         best = f", best {self.best_loss:.4f} at step {self.best_step}" if self.best_loss is not None else ""
         loss = math.nan if self.val_loss is None else self.val_loss
         say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
-        scale = self.last_probe.get("scale/final_rms_mean")
-        if scale is not None and self.anchor.target:
-            drift = math.log(scale / self.anchor.target)
+        drift = self.drift()
+        if drift is not None:
             say(
-                f"  residual scale {scale:.3g}, target {self.anchor.target:.3g} (ln ratio {drift:+.2f}); "
-                f"logit norm {self.last_probe['logits/norm_mean']:.4g}; gate {self.gate:.4g}; "
-                f"{self.tokens:,} tokens in {clock(self.seconds)}"
+                f"  residual scale {self.last_probe['scale/final_rms_mean']:.3g}, target {self.anchor.target:.3g} "
+                f"(drift {drift:+.2f}, the log of their ratio); logit norm {self.last_probe['logits/norm_mean']:.4g}; "
+                f"gate {self.gate:.4g}; {self.tokens:,} tokens in {clock(self.seconds)}"
             )
         say(f"evaluate it: python evaluate.py checkpoint={self.directory}")

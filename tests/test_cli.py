@@ -100,7 +100,7 @@ def read_summary(directory: Path) -> dict:
         (["norm=dit"], "unknown choice norm=dit; did you mean norm=dyt? norm has all_taper, baseline, derf"),
         (["experiment=smok"], "did you mean experiment=smoke?"),
         (["norm=baseline", "norm.alpha=1"], "the chosen norm has no key 'norm.alpha'; the kinds dyt, derf have it"),
-        (["+optim.lr=[1,"], "input"),
+        (["+optim.lr=[1,"], "cannot read '+optim.lr=[1,'"),
         (["seed=1,2"], "seed=1,2 lists several values; add --multirun"),
         (["dataset=text"], "dataset.train is missing"),
         (["dataset=text", "dataset.train=???"], "dataset.train is missing"),
