@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,18 +98,18 @@ class ScaleAnchor:
         """
         if self.target is None:
             raise RuntimeError("the scale target is not frozen yet")
-        target = torch.tensor(self.target, device=h.device)
+        target, log_target = self.target, math.log(self.target)
         match self.config.kind:
             case "fixed_target":
                 return self.strength * (self.scale(h) - target).square().mean()
             case "log_target":
-                return self.strength * (self.scale(h).log() - target.log()).square().mean()
+                return self.strength * (self.scale(h).log() - log_target).square().mean()
             case "mean_log":
                 level = self.log_level(h)
                 if batch_level is None:
-                    return self.strength * (level - target.log()).square()
+                    return self.strength * (level - log_target).square()
                 # d/dtheta of (level_batch - t)^2 is 2 (level_batch - t) dlevel: linear in the microbatches' levels.
-                gap = batch_level.detach() - target.log()
+                gap = batch_level.detach() - log_target
                 return self.strength * (gap.square() + 2.0 * gap * (level - level.detach()))
         raise ValueError(f"anchor={self.config.kind} has no loss")
 

@@ -47,8 +47,29 @@ def save(
     root = run_dir / "checkpoints"
     final = root / f"step-{step:08d}"
     temporary = root / f".writing-{final.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove_leftovers(root)
     temporary.mkdir(parents=True)
+    try:
+        _write(temporary, step, model, training, config, tokenizer, meta)
+        if final.exists():  # unusable, or the run would have gone on from it
+            set_aside(final)
+        temporary.rename(final)
+    except BaseException:  # a full disk is not to be filled further
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(root)
+    return final
+
+
+def _write(
+    temporary: Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    training: Mapping[str, Any],
+    config: Config,
+    tokenizer: Tokenizer,
+    meta: Mapping[str, Any],
+) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in model.items()}, temporary / "model.safetensors")
     torch.save(dict(training), temporary / "training.pt")
     write_yaml(temporary / "config.yaml", to_dict(config))
@@ -65,21 +86,40 @@ def save(
     for path in temporary.iterdir():
         sync(path)
     sync(temporary)
-    if final.exists():  # the same step again, after a resume from an earlier one
-        shutil.rmtree(final)
-    temporary.rename(final)
-    sync(root)
-    return final
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What saves left behind that were killed."""
+    for leftover in root.glob(".writing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the one at `best_step`, and leftovers of killed saves."""
-    root = run_dir / "checkpoints"
-    for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Delete all but the newest `keep_last` checkpoints and the one at `best_step`."""
     for path in list_checkpoints(run_dir)[:-keep_last]:
         if step_of(path) != best_step:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def clear_after(run_dir: Path, step: int) -> None:
+    """Before a run goes on from `step`: delete its later checkpoints, which are about to be made again.
+
+    Damaged ones are set aside instead, for whoever wants to look at them.
+    """
+    _remove_leftovers(run_dir / "checkpoints")
+    for path in list_checkpoints(run_dir):
+        if step_of(path) > step:
+            if fault(path):
+                set_aside(path)
+            else:
+                shutil.rmtree(path)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint so that nothing looks at it again."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -107,15 +147,12 @@ def fault(path: Path) -> str | None:
 
 
 def latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
-    """The newest valid checkpoint of a run; damaged ones are named and set aside."""
+    """The newest valid checkpoint of a run; damaged ones are named and passed over (see `clear_after`)."""
     for path in reversed(list_checkpoints(run_dir)):
         problem = fault(path)
         if problem is None:
             return path
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        say(f"warning: checkpoint {path}: {problem}; set aside as {aside.name}, trying the one before")
+        say(f"warning: checkpoint {path}: {problem}; using the one before")
     return None
 
 
@@ -169,13 +206,20 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder,
     return model.to(device), config, Tokenizer.load(path)
 
 
-def initialize_from(model: Decoder, source: Path, tokenizer: Tokenizer) -> None:
+SAME_FUNCTION = ("n_layer", "d_model", "head_dim", "d_ff", "tied", "rope_theta", "norm_family", "norm_eps")
+
+
+def initialize_from(model: Decoder, source: Path, target: Config, tokenizer: Tokenizer) -> None:
     """Start `model` from the weights of another run (model.init): its norms must still be normalized.
 
-    Raises ConfigError, one line, if the tokenizers, shapes or norms do not fit.
+    Raises ConfigError, one line, if the tokenizers, models or norms do not fit.
     """
     path = find(source)
-    meta, config = read_meta(path), read_config(path)
+    meta, config = read_meta(path), resolve(read_config(path))
+    for name in SAME_FUNCTION:
+        there, here = getattr(config.model, name), getattr(target.model, name)
+        if there != here:
+            raise ConfigError(f"model.init={source}: model.{name} is {there} there and {here} here; use the same model")
     if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
             f"model.init={source}: it has another tokenizer; use tokenizer.ranks={path}/tokenizer.tiktoken"
@@ -186,10 +230,6 @@ def initialize_from(model: Decoder, source: Path, tokenizer: Tokenizer) -> None:
             f"model.init={source}: its gate is {gate:.3g}; tapering starts from a normalized model (gate 1)"
         )
     weights, own = read_weights(path), model.state_dict()
-    for name in own.keys() & weights.keys():
-        if own[name].shape != weights[name].shape:
-            shapes = f"{tuple(weights[name].shape)} there, {tuple(own[name].shape)} here"
-            raise ConfigError(f"model.init={source}: {name} has another shape ({shapes}); use the same model group")
     fresh = {name for name in own if name.endswith((".c", "taper_weight"))}
     missing = sorted(own.keys() - weights.keys() - fresh)
     spare = sorted(name for name in weights.keys() - own.keys() if not name.endswith((".c", "taper_weight")))

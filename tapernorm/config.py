@@ -222,7 +222,7 @@ class TinyStoriesDatasetConfig:
     path: str = meaning(
         "hub id, or a local folder with train/validation parquet, jsonl or txt files", "roneneldan/TinyStories"
     )
-    revision: str | None = meaning("hub revision; null: the newest", None)
+    revision: str | None = meaning("hub revision; null: the newest at the first preparation", None)
     streaming: bool = meaning("read the hub's files as a stream instead of downloading all of them first", True)
     max_stories: PositiveInt | None = meaning("use only the first so many training stories", None)
 
@@ -287,7 +287,7 @@ class TrainerConfig:
     val_tokens: PositiveInt = meaning("validation tokens, always the same ones", 65536)
     val_batch_size: PositiveInt = meaning("sequences per validation forward; does not change the loss", 8)
     save_interval: PositiveInt | None = meaning("steps between checkpoints; null: a sixth of the run", None)
-    keep_last: PositiveInt = meaning("checkpoints to keep, beside the best one", 2)
+    keep_last: PositiveInt = meaning("checkpoints to keep, beside the best of those that were validated", 2)
     samples: NonNegativeInt = meaning("stories to print at the end", 3)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     compile: bool = meaning("torch.compile the training step, one graph per phase", False)
@@ -542,6 +542,8 @@ def _check_relations(config: Config) -> None:
     horizons = resolve_horizons(config)
     k_warmup, k_taper = horizons["k_warmup"], horizons["k_taper"]
     tapers = norm.kind == "taper" and gate.shape != "constant"
+    if gate.shape == "step":
+        k_taper = k_warmup + 1
     if tapers and not k_warmup < k_taper <= trainer.max_steps:
         raise ConfigError(
             f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold"

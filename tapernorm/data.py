@@ -70,6 +70,12 @@ class Prepared:
     valid: TokenFile
     tokenizer: Tokenizer
     report: dict[str, Any]
+    entry: Path
+
+    @property
+    def key(self) -> str:
+        """What the stories, their cleaning and the tokenizer hash to."""
+        return self.entry.name.rpartition("-")[2]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -125,6 +131,15 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
         lock.release()
 
 
+def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
+    """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
+    entry = cache_root(config) / f"{config.dataset.name}-{key}"
+    prepared, _ = _open_entry(entry)
+    if prepared is not None:
+        say(f"{_summary(config.dataset.name, 'reused', prepared)} ({entry})")
+    return prepared
+
+
 def cache_root(config: Config) -> Path:
     """config.cache_dir, else $TAPERNORM_CACHE, else ~/.cache/tapernorm; absolute."""
     chosen = config.cache_dir or os.environ.get("TAPERNORM_CACHE") or "~/.cache/tapernorm"
@@ -155,7 +170,7 @@ def _open_entry(entry: Path) -> tuple[Prepared | None, str]:
         return None, f"{Path(error.filename or entry).name}: {error.strerror}"
     except (ValueError, KeyError) as error:
         return None, str(error)
-    return Prepared(train, valid, tokenizer, report), ""
+    return Prepared(train, valid, tokenizer, report, entry), ""
 
 
 def _build_entry(entry: Path, source: Source, tokenizer: TokenizerConfig, progress: _Progress, threads: int) -> None:

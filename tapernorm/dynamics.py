@@ -47,7 +47,7 @@ def margin_bound(logits: Tensor, targets: Tensor, radial: Tensor) -> float | Non
     miss = 1.0 - torch.softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     holds = radial <= -miss * margin + 1e-5 * (1.0 + margin.abs())
     positive = margin > 0
-    return holds[positive].double().mean().item() if positive.any() else None
+    return holds[positive].float().mean().item() if positive.any() else None
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     metrics: dict[str, float | None] = {
         "probe/loss": losses.mean().item(),
         "probe/entropy": -(probabilities.exp() * probabilities).sum(-1).mean().item(),
-        "probe/accuracy": (logits.argmax(-1) == targets).double().mean().item(),
+        "probe/accuracy": (logits.argmax(-1) == targets).float().mean().item(),
         "logits/norm_mean": logits.norm(dim=-1).mean().item(),
         "logits/abs_max": logits.abs().amax().item(),
         "logits/std": logits.std(-1).mean().item(),
@@ -108,8 +108,8 @@ class UpdateRatio:
         return (moved / size).item()
 
 
-def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str:
-    """Where a batch (B, T) first turns non-finite: a parameter, a module's output, the loss, or a gradient.
+def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str | None:
+    """Where a batch (B, T) first turns non-finite: a parameter, a module's output, the loss, a gradient, or nowhere.
 
     Forward order for parameters and outputs; for gradients the first one that the backward pass reaches.
     """
@@ -140,4 +140,4 @@ def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str:
     bad = [name for (name, _), g in zip(named, gradients, strict=True) if g is not None and not torch.isfinite(g).all()]
     # The tied embedding is first by name and last in the backward pass.
     bad = [name for name in bad if name != "embed.weight"] or bad
-    return f"the gradient of {bad[-1]}" if bad else "the norm of the gradient"
+    return f"the gradient of {bad[-1]}" if bad else None

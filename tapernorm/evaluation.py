@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm.config import ConfigError, EvaluateConfig
-from tapernorm.data import prepare, validation_windows
+from tapernorm.data import prepare, reuse, validation_windows
 from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
 from tapernorm.generate import generate
@@ -58,7 +58,7 @@ def evaluate(
             logits = model(inputs[start : start + batch_size].to(device))
             wanted = targets[start : start + batch_size].to(device)
             losses = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
-            total += losses.double().sum().item()
+            total += losses.cpu().double().sum().item()
     model.train(was_training)
     return Evaluation(loss=total / targets.numel(), tokens=targets.numel())
 
@@ -74,14 +74,15 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     given = Path(config.checkpoint)
     path = checkpoints.find(given, say)
     model, trained, tokenizer = checkpoints.load_model(path, device)
-    data = prepare(dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir), say)
-    if data.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"checkpoint {path}: the data set has changed since training, and with it the tokenizer")
+    meta = checkpoints.read_meta(path)
+    trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
+    data = reuse(trained, meta["data"], say) or prepare(trained, say)
+    if data.key != meta["data"]:
+        raise ConfigError(f"checkpoint {path}: the data set has changed since training ({meta['data']} -> {data.key})")
     dtype = pick_dtype(trained.trainer.dtype, device)
     inputs, targets = validation_windows(
         data.valid.tokens, trained.model.n_ctx, config.tokens or trained.trainer.val_tokens
     )
-    meta = checkpoints.read_meta(path)
     say(f"checkpoint {path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
     result = evaluate(model, inputs, targets, config.batch_size, autocast_on(device, dtype))
     say(

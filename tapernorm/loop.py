@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -43,14 +44,20 @@ def train(
     data = prepare(config, say)
     config = resolve(config, data.tokenizer.n_vocab)
     write_yaml(directory / "config.yaml", to_dict(config))
+    report = {"key": data.key, "entry": str(data.entry), **data.report}
+    (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     run = TrainingRun(config, directory, data, device, say)
-    if checkpoint is not None:
+    if checkpoint is None:
+        run.initialize()
+    else:
         run.restore(checkpoint)
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         run.introduce()
         run.catch_up(tracker)
         try:
             _loop(run, tracker, stop)
+            if run.val_loss is not None and not math.isfinite(run.val_loss):
+                raise Divergence(run.step, run.gate, "the validation loss", run.summary())
         except Divergence as fault:
             tracker.log(fault.step, {"train/loss": math.nan, "gate/g": fault.gate})
             tracker.finish("diverged", fault.summary)
@@ -69,8 +76,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(step, optim)
 
-        inputs, targets = run.batch(step)
-        micro = list(zip(inputs.chunk(trainer.accumulation), targets.chunk(trainer.accumulation), strict=True))
+        micro = run.microbatches(step)
         level = run.batch_level([x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
         with run.calibration.recording(step) as recording:
             # A recording step runs uncompiled, so that compilation sees one graph per phase.
@@ -93,11 +99,13 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), optim.clip, norm)
         run.guard(step, norm)
         due = step % trainer.log_interval == 0 or step in run.landmarks
+        probing = step % trainer.dynamics_interval == 0 or step in run.landmarks
+        saving, validating = run.saves_at(step) or stop.requested, run.validates_at(step)
         ratio = UpdateRatio(run.model.parameters()) if due else None
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         run.finish_step(step)
-        run.stop_if_not_finite(due)
+        run.stop_if_not_finite(due or probing or saving or validating)
 
         if run.anchor.records(step):
             run.anchor.end_step()
@@ -105,20 +113,20 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             tracker.log(step, run.calibrate())
         if due:
             tracker.log(step, run.training_metrics(step, norm, ratio))
-        if step % trainer.dynamics_interval == 0 or step in run.landmarks:
+        if probing:
             with run.untimed():
                 run.last_probe = probe(run.model, *run.probe_batch)
                 tracker.log(step, run.last_probe)
         run.show_progress()
         # Saved before validating: nothing that takes long stands between a step and its checkpoint.
-        if run.saves_at(step) or stop.requested:
+        if saving:
             with run.untimed():
                 tracker.flush()
                 run.save(tracker.state())
-        if run.validates_at(step):
+        if validating:
             with run.untimed():
                 tracker.log(step, run.validate())
-        if stop.requested and step < trainer.max_steps:
+        if saving and stop.requested and step < trainer.max_steps:
             tracker.finish("interrupted", run.summary())
             run.close_progress()
             raise Interrupted(step, run.summary())

@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -145,6 +145,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
     config, directory = start.config, start.directory
     began = time.monotonic()
     with open_log(directory) as say:
+        before = load_summary(directory)
         (directory / "summary.json").unlink(missing_ok=True)
         replay = {**start.composed, "run_dir": None, "resume": None}  # a replay is a new run
         write_yaml(directory / ".hydra" / "config.yaml", replay)
@@ -164,7 +165,9 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             outcome = {"status": "failed", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         finally:
             summary = _summary(config, outcome, time.monotonic() - began)
-            write_summary(directory, summary)
+            # A finished run that could not be made longer keeps its results.
+            kept = before if outcome["status"] == "failed" and before and before["status"] == "finished" else summary
+            write_summary(directory, kept)
     return summary
 
 
@@ -254,13 +257,15 @@ def claim_directory(directory: Path) -> bool:
 
 def _unclaim(directory: Path) -> None:
     """Take a directory away again in which only our own configuration files are."""
-    ours = {".hydra", "config.yaml", "run.log", "summary.json"}
+    ours = {".hydra", "config.yaml", "data.json", "run.log", "summary.json"}
     if {path.name for path in directory.iterdir()} <= ours:
         for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
             if path.is_file():
                 path.unlink()
         (directory / ".hydra").rmdir()
         directory.rmdir()
+        with suppress(OSError):  # runs_dir, if this was the first run in it
+            directory.parent.rmdir()
 
 
 def safe_name(text: str) -> str:
@@ -306,6 +311,11 @@ def _lock(handle: int) -> bool:
     return True
 
 
+def load_summary(directory: Path) -> Tree | None:
+    file = directory / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
 def write_summary(directory: Path, summary: Tree) -> None:
     """Atomically: whoever sees summary.json sees all of it."""
     temporary = directory / "summary.json.tmp"
@@ -340,8 +350,7 @@ def load_run(directory: Path) -> Saved:
             resolved = yaml.safe_load(resolved_file.read_text(encoding="utf-8"))
         else:  # interrupted before the vocabulary was known
             resolved = to_dict(resolve(build(composed)))
-        summary_file = directory / "summary.json"
-        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else None
+        summary = load_summary(directory)
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no run ({file} is missing)") from None
     except (yaml.YAMLError, ValueError, AttributeError) as error:

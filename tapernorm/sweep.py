@@ -65,7 +65,7 @@ def job_name(overrides: Sequence[str]) -> str:
 
 
 def sweep_name(overrides: Sequence[str]) -> str:
-    return _hash(sorted(identity(overrides)))
+    return _hash(identity(overrides))
 
 
 def _hash(items: Sequence[str]) -> str:
@@ -186,7 +186,8 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
         run.claim_directory(directory)
         run.append_log(directory, f"error: {error}")
         summary = run.failed_summary(composed, error)
-        run.write_summary(directory, summary)
+        if _saved(directory) is None:  # results that are there stay
+            run.write_summary(directory, summary)
     if summary["status"] != "finished":
         print(f"[job {number}] {summary['status']}: {summary['error']}", flush=True)
     if composed["sweep"].get("fail_fast") and is_failure(summary, composed["norm"].get("kind")):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
+import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from torch import Tensor
 from tapernorm import checkpoint as checkpoints
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
-from tapernorm.config import Config, to_dict
+from tapernorm.config import Config, ConfigError, to_dict
 from tapernorm.data import Batches, Prepared, validation_windows
 from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
@@ -28,7 +30,17 @@ from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_froz
 from tapernorm.tracking import Progress, Tracker, clock, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
-COUNTERS = ("step", "tokens", "seconds", "best_loss", "best_step", "val_loss", "last_loss")
+COUNTERS = (
+    "step",
+    "tokens",
+    "seconds",
+    "best_loss",
+    "best_step",
+    "best_saved_loss",
+    "best_saved_step",
+    "val_loss",
+    "last_loss",
+)
 
 
 class Divergence(RuntimeError):
@@ -54,8 +66,6 @@ class TrainingRun:
         # Dropout and the like, where a model has it; initialization and batches have generators of their own.
         torch.manual_seed(config.seed)
         self.model = build_model(config)
-        if model_config.init != "random":
-            checkpoints.initialize_from(self.model, Path(model_config.init), data.tokenizer)
         self.model.to(device).train()
         self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -83,6 +93,9 @@ class TrainingRun:
         self.seconds = 0.0
         self.best_loss: float | None = None
         self.best_step: int | None = None
+        self.saved_step: int | None = None
+        self.best_saved_loss: float | None = None
+        self.best_saved_step: int | None = None
         self.val_loss: float | None = None
         self.log_scale = torch.zeros((), device=device, requires_grad=True)
         self.interval = self.fresh_interval()
@@ -93,9 +106,15 @@ class TrainingRun:
         self.interval_start: tuple[float, int] | None = None
         self.wandb_state: dict[str, Any] | None = None
         self.progress: Progress | None = None
+
+    def initialize(self) -> None:
+        """Start from the weights that model.init names, or from the random ones that are there."""
+        if self.config.model.init != "random":
+            checkpoints.initialize_from(self.model, Path(self.config.model.init), self.config, self.data.tokenizer)
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
+        checkpoints.clear_after(self.directory, 0)
 
     # ---------------------------------------------------------------------------------------------- one training step
 
@@ -103,10 +122,12 @@ class TrainingRun:
         """Set gate and phase for this step: training, not observation, hence in plain sight and once per step."""
         if self.interval_start is None:
             self.interval_start = time.perf_counter(), self.tokens
-        self.gate, phase = self.schedule.value(step), self.schedule.phase(step)
-        self.model.set_gate(self.gate, phase)
+        gate, phase = self.schedule.value(step), self.schedule.phase(step)
+        if (gate, phase) != (self.gate, self.phase):
+            self.model.set_gate(gate, phase)
         if phase is not self.phase:
             self.enter_phase(phase)
+        self.gate = gate
 
     def enter_phase(self, phase: Phase) -> None:
         """gamma_t joins the optimizer when the taper starts; gamma's moments go when it ends."""
@@ -119,6 +140,8 @@ class TrainingRun:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, T): a pure function of the seed and the step."""
         inputs, targets = self.batches.batch(step)
+        if self.device.type == "cuda":  # only a copy from pinned memory does not wait
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     @torch.no_grad()
@@ -129,21 +152,33 @@ class TrainingRun:
 
     def guard(self, step: int, grad_norm: Tensor) -> None:
         """Make the optimizer skip, on the device and without waiting for it, a step that is not finite."""
-        bad = ~torch.isfinite(self.interval["loss"] + grad_norm)
+        bad = ~torch.isfinite(self.interval["loss"] + grad_norm) | (self.first_bad > 0)
         self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # what torch's GradScaler sets
         self.first_bad = torch.where(bad & (self.first_bad == 0), step, self.first_bad)
 
-    def stop_if_not_finite(self, due: bool) -> None:
-        """Raise Divergence naming the step, the gate and the first bad layer. Looks only when that is free or due."""
-        if not (due or self.saves_at(self.step) or self.device.type == "cpu") or self.first_bad.item() == 0:
+    def stop_if_not_finite(self, observed: bool) -> None:
+        """Raise Divergence naming the step, the gate and the first bad layer.
+
+        Looks where that needs no synchronisation (on the CPU) and before anything is logged, saved or validated.
+        """
+        if not (observed or self.device.type == "cpu") or self.first_bad.item() == 0:
             return
         step = int(self.first_bad.item())
         gate = self.schedule.value(step)
         self.model.set_gate(gate, self.schedule.phase(step))
-        with autocast(self.device, self.dtype):
-            layer = first_nonfinite(self.model, *self.batch(step))
+        layer = None
+        for x, y in self.microbatches(step):
+            with autocast(self.device, self.dtype):
+                layer = layer or first_nonfinite(self.model, x, y)
+        other = "the gradient of the scale loss" if self.anchor.active else "the norm of the gradient"
         self.close_progress()
-        raise Divergence(step, gate, layer, self.summary() | {"steps": step - 1})
+        raise Divergence(step, gate, layer or other, self.summary() | {"steps": step - 1})
+
+    def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """The step's batch in `trainer.accumulation` equal parts."""
+        parts = self.config.trainer.accumulation
+        inputs, targets = self.batch(step)
+        return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
 
     def finish_step(self, step: int) -> None:
         trainer = self.config.trainer
@@ -155,7 +190,10 @@ class TrainingRun:
         """After step k_warmup: c and gamma_t of every tapered layer, the scale target and lambda."""
         chosen = self.calibration.finish(self.say)
         self.anchor.freeze()
-        self.say(f"calibrated after step {self.step} on a window of {self.calibration.window} steps")
+        if self.calibration.norms:
+            self.say(f"calibrated after step {self.step} on a window of {self.calibration.window} steps")
+        else:
+            self.say(f"end of the warmup, step {self.step}: the scale target is frozen")
         for line in [*describe(chosen), self.anchor.describe()]:
             self.say(line)
         assert self.anchor.target is not None
@@ -201,6 +239,8 @@ class TrainingRun:
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """Keep what happens inside out of the throughput."""
+        if self.device.type == "cuda":  # what is queued belongs to training
+            torch.cuda.synchronize(self.device)
         before = time.perf_counter()
         yield
         if self.interval_start is not None:
@@ -225,8 +265,12 @@ class TrainingRun:
 
     def note_validation(self, loss: float) -> None:
         self.val_loss = loss
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+        if loss < (math.inf if self.best_loss is None else self.best_loss):
             self.best_loss, self.best_step = loss, self.step
+        saved = self.saved_step == self.step
+        if saved and loss < (math.inf if self.best_saved_loss is None else self.best_saved_loss):
+            self.best_saved_loss, self.best_saved_step = loss, self.step
+            self.retain()
 
     # -------------------------------------------------------------------------------------------------- save, restore
 
@@ -238,7 +282,8 @@ class TrainingRun:
             "interval": self.interval | {"radial": self.log_scale.grad},
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "probe": self.last_probe,
             "tracker": wandb_state,
         }
         checkpoints.save(
@@ -254,13 +299,23 @@ class TrainingRun:
                 "tokens": self.tokens,
                 "val_loss": self.val_loss,
                 "train_loss": self.last_loss,
+                "data": self.data.key,
             },
         )
-        checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_step)
+        self.saved_step = self.step
+        self.retain()
+
+    def retain(self) -> None:
+        checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_saved_step)
 
     def restore(self, path: Path) -> None:
         """Everything as it was when `path` was saved; checkpoints of later steps belong to a past that is undone."""
-        checkpoints.read_meta(path)
+        meta = checkpoints.read_meta(path)
+        if meta["data"] != self.data.key:
+            raise ConfigError(
+                f"checkpoint {path}: the data set or its tokenizer has changed since (it was {meta['data']}, "
+                f"now {self.data.key}); restore the files, or start a new run"
+            )
         state = checkpoints.read_training(path)
         self.model.load_state_dict(checkpoints.read_weights(path), strict=True)
         for name in COUNTERS:
@@ -277,12 +332,12 @@ class TrainingRun:
         self.log_scale.grad = None if radial is None else radial.to(self.device)
         self.interval = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
         torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] and self.device.type == "cuda":
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.last_probe = state["probe"]
         self.wandb_state = state["tracker"]
-        for later in checkpoints.list_checkpoints(self.directory):
-            if checkpoints.step_of(later) > self.step:
-                shutil.rmtree(later)
+        self.saved_step = self.step
+        checkpoints.clear_after(self.directory, self.step)
 
     def catch_up(self, tracker: Tracker) -> None:
         """A checkpoint is older than its step's validation: take that from the metrics, or do it now."""
@@ -412,9 +467,13 @@ class TrainingRun:
         if trainer.samples:
             prompt = torch.full((trainer.samples, 1), tokenizer.eot)
             length = min(trainer.sample_tokens, self.config.model.n_ctx - 1)
-            rows = generate(self.model, prompt, length, eot=tokenizer.eot, seed=self.config.seed)
+            try:
+                rows = generate(self.model, prompt, length, eot=tokenizer.eot, seed=self.config.seed)
+            except RuntimeError as error:  # probabilities that are not finite: the results stand all the same
+                say(f"warning: no samples ({error})")
+                rows = []
             texts = [tokenizer.decode(row) for row in rows]
-            (self.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n")
+            (self.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
             for number, text in enumerate(texts, 1):
                 say(f"sample {number}: {' '.join(text.split())}")
         best = f", best {self.best_loss:.4f} at step {self.best_step}" if self.best_loss is not None else ""
@@ -427,4 +486,14 @@ class TrainingRun:
                 f"(drift {drift:+.2f}, the log of their ratio); logit norm {self.last_probe['logits/norm_mean']:.4g}; "
                 f"gate {self.gate:.4g}; {self.tokens:,} tokens in {clock(self.seconds)}"
             )
-        say(f"evaluate it: python evaluate.py checkpoint={self.directory}")
+        say("to evaluate it:")
+        say(evaluate_command(self.directory))
+
+
+def evaluate_command(directory: Path) -> str:
+    """The shell command that evaluates a run, from the current directory."""
+    script = os.path.relpath(Path(__file__).resolve().parent.parent / "evaluate.py")
+    value = str(directory)
+    if not re.fullmatch(r"[\w./+-]+", value, flags=re.ASCII):  # Hydra's grammar wants quotes of its own
+        value = "'" + value.replace("'", "\\'") + "'"
+    return f"python {shlex.quote(script)} {shlex.quote(f'checkpoint={value}')}"

@@ -149,7 +149,6 @@ def test_a_run_leaves_its_files_and_nothing_else(launch, trainer):
     assert composed["gate"]["k_warmup"] is None and composed["runs_dir"] == str(Path("runs").absolute())
     assert yaml.safe_load((directory / ".hydra/overrides.yaml").read_text()) == ["experiment=smoke", "name=a b/c"]
     summary = read_summary(directory)
-    assert {"status": "finished", "val_loss": 3.03, "norm": "internal_taper", "anchor": "none", "seed": 0, "steps": 30}
     assert summary["status"] == "finished" and summary["val_loss"] == 3.03 and summary["steps"] == 30
     assert (summary["norm"], summary["anchor"], summary["seed"], summary["error"]) == (
         "internal_taper",

@@ -169,7 +169,7 @@ def test_resolve_is_idempotent_and_fills_every_derived_value():
     config = resolve(build(composed()), 2048)
     assert resolve(config, 2048) == config
     assert config.model.vocab_size == 2048 and config.model.d_ff == 176
-    assert config.optim.lr == 0.64 / 64
+    assert config.optim.lr == 0.04 / 8
     open_keys = {key for key, value in leaves(to_dict(config)) if value is None}
     assert not {key for key in open_keys if key.startswith(("gate", "calibration", "trainer", "model"))}
 

@@ -29,6 +29,8 @@ def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Confi
         assert report["tokens"] == 256
     assert (tmp_path / "evaluation.json").is_file()
     assert any("256 tokens" in line for line in said)
+    # The stories' files are not needed again, only the prepared cache entry (a toy's is found by its key alone).
+    assert any("reused" in line for line in said)
     # A checkpoint of the middle of the taper is evaluated with that step's gate.
     middle = tmp_path / "checkpoints" / "step-00000016"
     logged = next(row for row in read_metrics(tmp_path) if row["step"] == 16)

@@ -48,7 +48,7 @@ def test_names_leave_out_where_and_how_a_job_runs():
     places = ["sweep.name=x", "resume=auto", "tracking=none", "tracking.wandb=offline", "runs_dir=/tmp/x"]
     places += ["cache_dir=c", "trainer.device=cpu", "trainer.progress=none"]
     assert sweep.job_name(["seed=1", *places]) == "seed-1"
-    assert sweep.sweep_name(["a=1", "b=2", *places]) == sweep.sweep_name(["b=2", "a=1"])
+    assert sweep.sweep_name(["a=1", "b=2", *places]) == sweep.sweep_name(["a=1", "b=2"])
     assert sweep.sweep_name(["a=1"]) != sweep.sweep_name(["a=2"])
 
 

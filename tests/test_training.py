@@ -222,6 +222,50 @@ def test_P31_divergence_names_step_gate_and_layer_and_keeps_the_last_checkpoint(
     assert all(torch.isfinite(tensor).all() for tensor in checkpoints.read_weights(latest).values())
 
 
+def test_resume_refuses_other_data_under_the_same_path(tiny: Callable[..., Config], tmp_path: Path) -> None:
+
+    def write(name: str, factor: int) -> str:
+        lines = [f"The cat number {i} sat on mat {i * factor} and looked at the moon. " * 20 for i in range(60)]
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    dataset = {"kind": "text", "train": write("train.txt", 7), "valid": write("valid.txt", 5)}
+    config = tiny(dataset=dataset, tokenizer={"kind": "bytes"}, optim={"lr": 1e-3})
+    run(config, tmp_path / "run")
+    write("train.txt", 3)
+    with pytest.raises(ConfigError, match="the data set or its tokenizer has changed"):
+        run(config, tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000016")
+
+
+def test_a_faulty_step_is_skipped_and_nothing_after_it_trains(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that is only looked at when something is logged, a non-finite gradient is found later."""
+    from tapernorm.trainer import TrainingRun
+
+    def seldom(self: TrainingRun, observed: bool) -> None:
+        if observed:
+            original(self, observed)
+        else:
+            states.append((self.step, self.model.embed.weight.detach().clone()))
+
+    def poisoned(self: TrainingRun, step: int, grad_norm: Tensor) -> None:
+        guard(self, step, grad_norm * math.nan if step == 6 else grad_norm)
+
+    states: list[tuple[int, Tensor]] = []
+    original, guard = TrainingRun.stop_if_not_finite, TrainingRun.guard
+    monkeypatch.setattr(TrainingRun, "stop_if_not_finite", seldom)
+    monkeypatch.setattr(TrainingRun, "guard", poisoned)
+    often = {"log_interval": 10, "dynamics_interval": 10, "val_interval": 10, "save_interval": 10}
+    with pytest.raises(Divergence) as error:
+        run(tiny(trainer=often), tmp_path)
+    assert error.value.step == 6 and error.value.layer == "the norm of the gradient"
+    after = {step: weight for step, weight in states if step >= 5}
+    assert all(torch.equal(weight, after[5]) for weight in after.values())
+    steps = [row["step"] for row in read_metrics(tmp_path)]
+    assert steps == [1, 6]
+
+
 def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tmp_path: Path) -> None:
     baseline = run(tiny(norm="baseline"), tmp_path / "baseline")
     config = tiny(
@@ -236,6 +280,47 @@ def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tm
     other = tiny(norm="all_taper", model={"init": str(tmp_path / "taper")})
     with pytest.raises(ConfigError, match="its gate is 0"):
         run(other, tmp_path / "again")
+    other = tiny(norm="all_taper", model={"init": str(tmp_path / "baseline"), "head_dim": 8})
+    with pytest.raises(ConfigError, match=r"model\.head_dim is 16 there and 8 here"):
+        run(other, tmp_path / "again")
+    shutil.rmtree(tmp_path / "baseline")  # a resumed run does not need what it once started from
+    run(config, tmp_path / "taper", tmp_path / "taper" / "checkpoints" / "step-00000016")
+
+
+def test_a_validation_loss_that_is_not_finite_is_a_divergence(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tapernorm import trainer
+    from tapernorm.evaluation import Evaluation
+
+    monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
+    with pytest.raises(Divergence, match="the validation loss"):
+        run(tiny(), tmp_path)
+
+
+def test_failing_samples_do_not_cost_the_result(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tapernorm import trainer
+
+    def fails(*arguments: Any, **keys: Any) -> None:
+        raise RuntimeError("probability tensor contains inf, nan or element < 0")
+
+    monkeypatch.setattr(trainer, "generate", fails)
+    assert math.isfinite(run(tiny(trainer={"samples": 2}), tmp_path)["val_loss"])
+
+
+def test_the_best_validated_checkpoint_is_kept(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    trainer = {"save_interval": 4, "val_interval": 3, "keep_last": 1}
+    config = tiny(optim={"lr": 0.3, "warmup_steps": 0, "clip": None}, trainer=trainer)  # so that late is not best
+    run(config, tmp_path)
+    validated = {
+        row["step"]: row["val/loss"]
+        for row in read_metrics(tmp_path)
+        if row.get("val/loss") is not None and (row["step"] % 4 == 0 or row["step"] == 24)
+    }
+    kept = {checkpoints.step_of(path) for path in checkpoints.list_checkpoints(tmp_path)}
+    assert kept == {24, min(validated, key=lambda step: validated[step])}
 
 
 def test_three_graphs_and_no_recompilation_while_the_gate_moves(
