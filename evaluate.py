@@ -1,7 +1,8 @@
-"""Evaluate a checkpoint: validation loss and samples; one JSON beside the run.
+"""Evaluate a checkpoint: validation loss and samples, folded or not; one JSON beside the run.
 
 Examples:
   python evaluate.py checkpoint=runs/RUN
+  python evaluate.py checkpoint=runs/RUN fold=true save_folded=runs/RUN-folded
   python evaluate.py checkpoint=runs/RUN/checkpoints/step-00000300 prompt='Once upon a time' samples=5
 """
 

@@ -5,6 +5,7 @@
     training.pt         optimizer, averages, counters: plain types, loads with weights_only
     config.yaml         the resolved configuration
     tokenizer.*         so that the text can be read and written
+    certificate.json    of a folded model, instead of training.pt: how exactly it equals the one it comes from
     meta.json           format version, step, gate, metrics, library versions, a checksum of every file
 """
 
@@ -45,11 +46,39 @@ def save(
 ) -> Path:
     """Write checkpoints/step-<step>: into a temporary name, synced to disk, then renamed. Returns its path."""
     root = run_dir / "checkpoints"
-    final = root / f"step-{step:08d}"
-    temporary = root / f".writing-{final.name}-{os.getpid()}"
     _remove_leftovers(root)
+    return write(
+        root / f"step-{step:08d}",
+        step,
+        model=model,
+        training=training,
+        config=config,
+        tokenizer=tokenizer,
+        meta=meta,
+    )
+
+
+def write(
+    final: Path,
+    step: int,
+    *,
+    model: Mapping[str, Tensor],
+    training: Mapping[str, Any] | None,
+    config: Config,
+    tokenizer: Tokenizer,
+    meta: Mapping[str, Any],
+    reports: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint as the directory `final`, which exists afterwards as a whole or not at all; returns it.
+
+    A folded model has no training state (`training` None). `reports` are further JSON files by name.
+    """
+    root = final.parent
+    temporary = root / f".writing-{final.name}-{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
+        for name, report in (reports or {}).items():
+            (temporary / name).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         _write(temporary, step, model, training, config, tokenizer, meta)
         if final.exists():  # unusable, or the run would have gone on from it
             set_aside(final)
@@ -65,13 +94,14 @@ def _write(
     temporary: Path,
     step: int,
     model: Mapping[str, Tensor],
-    training: Mapping[str, Any],
+    training: Mapping[str, Any] | None,
     config: Config,
     tokenizer: Tokenizer,
     meta: Mapping[str, Any],
 ) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in model.items()}, temporary / "model.safetensors")
-    torch.save(dict(training), temporary / "training.pt")
+    if training is not None:
+        torch.save(dict(training), temporary / "training.pt")
     write_yaml(temporary / "config.yaml", to_dict(config))
     tokenizer.save(temporary)
     meta = {
@@ -188,7 +218,9 @@ def read_config(path: Path) -> Config:
 
 
 def read_training(path: Path) -> dict[str, Any]:
-    """Optimizer state, averages and counters; never executes code."""
+    """Optimizer state, averages and counters; never executes code. Raises ConfigError for a folded checkpoint."""
+    if not (path / "training.pt").is_file():
+        raise ConfigError(f"checkpoint {path}: it is folded and has no training state; resume the run it comes from")
     return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
 
 

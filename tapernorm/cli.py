@@ -65,6 +65,7 @@ PATH_KEYS = (
     "cache_dir",
     "resume",
     "checkpoint",
+    "save_folded",
     "out",
 )
 

@@ -131,6 +131,23 @@ class NoNormConfig:
 NormConfig = StandardNormConfig | TaperNormConfig | DyTConfig | DerfConfig | NoNormConfig
 
 
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class FoldedNormConfig:
+    """What folding leaves of a trained model's norms: written by tapernorm.fold, no choice for training."""
+
+    kind: Literal["folded"] = "folded"
+    name: str = meaning("label in tables and directory names", "folded")
+    source: Annotated[NormConfig, Field(discriminator="kind")] = meaning("the norm that the model was trained with")
+    gains: bool = meaning("standard norms are folded too: their statistic stays, without a gain", True)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.source.sites
+
+
+AnyNormConfig = NormConfig | FoldedNormConfig
+
+
 def select_sites(patterns: tuple[str, ...], n_layer: int) -> list[str]:
     """The site names ('0.attn', '0.mlp', ..., 'final') that `patterns` select, in the order of the forward pass.
 
@@ -328,7 +345,7 @@ class Config:
     """Everything that determines a run."""
 
     model: ModelConfig = ModelConfig()
-    norm: Annotated[NormConfig, Field(discriminator="kind")] = TaperNormConfig()
+    norm: Annotated[AnyNormConfig, Field(discriminator="kind")] = TaperNormConfig()
     anchor: AnchorConfig = AnchorConfig()
     gate: GateConfig = GateConfig()
     calibration: CalibrationConfig = CalibrationConfig()
@@ -360,6 +377,8 @@ class EvaluateConfig:
     seed: NonNegativeInt = meaning("of sampling", 0)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
+    fold: bool = meaning("evaluate the folded model too, and certify that it computes the same", False)
+    save_folded: str | None = meaning("new directory for the folded model as a checkpoint; implies fold", None)
     out: str | None = meaning("where to write the result as JSON; null: evaluation.json in the checkpoint's run", None)
 
 
@@ -523,7 +542,8 @@ def _class_of(section: str, tree: Mapping[str, Any] | None, schema: type) -> typ
 
 def _check_relations(config: Config) -> None:
     """Ranges that involve more than one key."""
-    model, trainer, gate, norm = config.model, config.trainer, config.gate, config.norm
+    model, trainer, gate = config.model, config.trainer, config.gate
+    norm = config.norm.source if config.norm.kind == "folded" else config.norm
     if model.d_model % model.head_dim:
         raise ConfigError(f"model.d_model={model.d_model} is not a multiple of model.head_dim={model.head_dim}")
     if model.head_dim % 2:

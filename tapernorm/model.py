@@ -1,5 +1,7 @@
 """One pre-norm decoder: RoPE, SwiGLU, no biases, tied embeddings. Equal to transformers' LlamaForCausalLM.
 
+Only a folded model has biases, where a beta of a LayerNorm has moved into the projection that reads it.
+
 Shape legend: B batch, T time, D width of the residual stream, H heads, K head width, V vocabulary.
 """
 
@@ -12,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tapernorm.config import Config, ModelConfig, NormConfig, all_sites
+from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
 from tapernorm.gate import Phase
-from tapernorm.norms import TaperNorm, build_norm
+from tapernorm.norms import TaperNorm, build_norm, needs_bias
 
 
 def rotary_table(n_ctx: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -34,10 +36,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, bias: bool = False) -> None:
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=bias)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,11 +53,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are the halves of one matrix. (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, bias: bool = False) -> None:
         super().__init__()
         if config.d_ff is None:
             raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
-        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,13 +68,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """h + attn(norm(h)), then h + mlp(norm(h)). `taps`, if given, receives every norm's input by site."""
 
-    def __init__(self, config: ModelConfig, norm: NormConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, norm: AnyNormConfig, index: int) -> None:
         super().__init__()
         self.index = index
         self.attn_norm = build_norm(norm, config, f"{index}.attn")
-        self.attn = Attention(config)
+        self.attn = Attention(config, bias=needs_bias(norm, config, f"{index}.attn"))
         self.mlp_norm = build_norm(norm, config, f"{index}.mlp")
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, bias=needs_bias(norm, config, f"{index}.mlp"))
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
         if taps is not None:
@@ -93,15 +95,16 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, norm: NormConfig) -> None:
+    def __init__(self, config: ModelConfig, norm: AnyNormConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
-        self.config = config
+        self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
         self.final_norm = build_norm(norm, config, "final")
-        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        bias = needs_bias(norm, config, "final")
+        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=bias)
         cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -131,7 +134,8 @@ class Decoder(nn.Module):
 
     def readout(self, h: Tensor) -> Tensor:
         """h_L (B, T, D) -> logits (B, T, V)."""
-        return F.linear(self.final_norm(h), self.embed.weight if self.head is None else self.head.weight)
+        x = self.final_norm(h)
+        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.readout(self.trunk(tokens))

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tapernorm.config import (
+    AnyNormConfig,
     DerfConfig,
     DyTConfig,
+    FoldedNormConfig,
     ModelConfig,
     NoNormConfig,
-    NormConfig,
     StandardNormConfig,
     TaperNormConfig,
     select_sites,
@@ -161,19 +162,33 @@ class Derf(nn.Module):
         return torch.addcmul(self.bias, torch.erf(self.alpha * h + self.shift), self.weight)
 
 
-def standard_norm(family: str, dim: int, eps: float) -> nn.Module:
-    """The framework's own RMSNorm or LayerNorm."""
-    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[family](dim, eps=eps)
+def standard_norm(family: str, dim: int, eps: float, gain: bool = True) -> nn.Module:
+    """The framework's own RMSNorm or LayerNorm, with or without its gain and bias."""
+    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[family](dim, eps=eps, elementwise_affine=gain)
 
 
-def build_norm(norm: NormConfig, model: ModelConfig, site: str) -> nn.Module:
+def is_folded(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
+    """Whether the linear part of the norm at a site has moved into the projection that reads it."""
+    if not isinstance(norm, FoldedNormConfig):
+        return False
+    return norm.source.kind == "taper" if site in select_sites(norm.sites, model.n_layer) else norm.gains
+
+
+def needs_bias(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
+    """Whether the projection that reads a site's norm has a bias: the image of a folded beta."""
+    return model.norm_family == "layer" and is_folded(norm, model, site)
+
+
+def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
     """The norm at a site ('0.attn', ..., 'final') of a resolved model configuration."""
     if model.norm_eps is None:
         raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     dim, eps = model.d_model, model.norm_eps
     if site not in select_sites(norm.sites, model.n_layer):
-        return standard_norm(model.norm_family, dim, eps)
+        return standard_norm(model.norm_family, dim, eps, gain=not is_folded(norm, model, site))
     match norm:
+        case FoldedNormConfig():
+            return nn.Identity() if is_folded(norm, model, site) else build_norm(norm.source, model, site)
         case TaperNormConfig():
             return {"rms": TaperNorm, "layer": TaperLN}[model.norm_family](dim, eps)
         case DyTConfig(alpha=alpha):

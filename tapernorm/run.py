@@ -326,6 +326,7 @@ def write_summary(directory: Path, summary: Tree) -> None:
 
 def check_keys(composed: Tree) -> None:
     """Raise ConfigError for a key that is not in the schema and for a missing value; ranges are left to `build`."""
+    _refuse_folded(composed, "norm.kind=folded")
     known = [key for key, _ in all_keys()]
     for section in ("norm", "dataset"):  # of the chosen kind alone
         known = [key for key in known if not key.startswith(f"{section}.")]
@@ -335,6 +336,12 @@ def check_keys(composed: Tree) -> None:
             raise ConfigError(unknown_key(key, known))
         if value == "???":
             raise ConfigError(f"{key} is missing: give it a value, as in {key}=...")
+
+
+def _refuse_folded(tree: Any, what: str) -> None:
+    norm = tree.get("norm") if isinstance(tree, dict) else None
+    if isinstance(norm, dict) and norm.get("kind") == "folded":
+        raise ConfigError(f"{what}: a folded model cannot be trained; resume the run that it was folded from")
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
@@ -366,6 +373,10 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
         directory, checkpoint = directory.parent.parent, directory
     if not (checkpoint or directory).is_dir():
         raise ConfigError(f"resume={resume}: there is no such directory")
+    with suppress(OSError, yaml.YAMLError):  # what is unreadable is reported below
+        _refuse_folded(
+            yaml.safe_load(((checkpoint or directory) / "config.yaml").read_text("utf-8")), f"resume={resume}"
+        )
     if run_dir and Path(run_dir) != directory:
         raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")
     return go_on(load_run(directory), composed, given=given_keys(overrides), checkpoint=checkpoint)

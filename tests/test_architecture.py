@@ -23,6 +23,7 @@ ALLOWED = {
     "dynamics": {"anchor", "model"},
     "generate": {"model"},
     "checkpoint": {"config", "gate", "model", "tokenizer"},
+    "fold": {"config", "device", "gate", "model", "norms"},
 }
 
 
