@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tapernorm.cache import KVCache, LayerCache
 from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
 from tapernorm.gate import Phase
 from tapernorm.norms import TaperNorm, build_norm, needs_bias
@@ -28,13 +29,13 @@ def rotary_table(n_ctx: int, head_dim: int, theta: float) -> tuple[Tensor, Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys (B, H, T, K) by tables (T, K)."""
+    """Rotary embedding of queries or keys (B, H, T, K) by tables (T, K), or (B, 1, T, K) where rows differ."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D)."""
+    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D). With `cache`, also to what is in it."""
 
     def __init__(self, config: ModelConfig, bias: bool = False) -> None:
         super().__init__()
@@ -42,11 +43,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=bias)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if cache is None else cache.attend(q, k, v)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -76,10 +77,17 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(norm, config, f"{index}.mlp")
         self.mlp = MLP(config, bias=needs_bias(norm, config, f"{index}.mlp"))
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        taps: dict[str, Tensor] | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         if taps is not None:
             taps[f"{self.index}.attn"] = h
-        h = h + self.attn(self.attn_norm(h), cos, sin)
+        h = h + self.attn(self.attn_norm(h), cos, sin, cache)
         if taps is not None:
             taps[f"{self.index}.mlp"] = h
         return h + self.mlp(self.mlp_norm(h))
@@ -121,13 +129,16 @@ class Decoder(nn.Module):
                 std = self.config.init_std * (writer_scale if is_writer else 1.0)
                 nn.init.normal_(parameter, std=std, generator=generator)
 
-    def trunk(self, tokens: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
-        """(B, T) ids -> h_L (B, T, D). `taps`, if given, receives the input of every norm: '0.attn', ..., 'final'."""
-        T = tokens.shape[1]
-        cos, sin = self.cos[:T], self.sin[:T]
+    def trunk(self, tokens: Tensor, taps: dict[str, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
+        """(B, T) ids -> h_L (B, T, D). `taps`, if given, receives the input of every norm: '0.attn', ..., 'final'.
+
+        With a `cache` (see `new_cache`) the ids continue its rows, and join them.
+        """
+        positions = slice(tokens.shape[1]) if cache is None else cache.extend(tokens.shape[1])
+        cos, sin = self.cos[positions], self.sin[positions]
         h = self.embed(tokens)
-        for block in self.blocks:
-            h = block(h, cos, sin, taps)
+        for index, block in enumerate(self.blocks):
+            h = block(h, cos, sin, taps, None if cache is None else cache.layers[index])
         if taps is not None:
             taps["final"] = h
         return h
@@ -150,6 +161,28 @@ class Decoder(nn.Module):
         read = h if log_scale is None else h * (1.0 + log_scale)
         logits = self.readout(read)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), h
+
+    def new_cache(self, n_row: int, n_slot: int | None = None, *, fixed: bool = False) -> KVCache:
+        """An empty cache for `n_row` rows of at most `n_slot` tokens (default: the context) for `trunk`.
+
+        Raises ValueError for more slots than the context has positions.
+        """
+        config, weight = self.config, self.embed.weight
+        n_slot = config.n_ctx if n_slot is None else n_slot
+        if n_slot > config.n_ctx:
+            raise ValueError(f"{n_slot} slots: the model has {config.n_ctx} positions")
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        return KVCache(
+            config.n_layer,
+            n_row,
+            config.n_head,
+            n_slot,
+            config.head_dim,
+            dtype=dtype,
+            device=weight.device,
+            fixed=fixed,
+        )
 
     def norms(self) -> Iterator[tuple[str, nn.Module]]:
         """(site, norm) in the order of the forward pass."""

@@ -19,9 +19,10 @@ ALLOWED = {
     "norms": {"config", "gate"},
     "calibration": {"config", "norms"},
     "anchor": {"config", "calibration"},
-    "model": {"config", "gate", "norms"},
+    "cache": set(),
+    "model": {"cache", "config", "gate", "norms"},
     "dynamics": {"anchor", "model"},
-    "generate": {"model"},
+    "generate": {"cache", "config", "model"},
     "checkpoint": {"config", "gate", "model", "tokenizer"},
     "fold": {"config", "device", "gate", "model", "norms"},
 }
