@@ -26,6 +26,7 @@ from tapernorm.config import (
     ConfigError,
     DatasetConfig,
     EvaluateConfig,
+    GenerateConfig,
     NormConfig,
     all_keys,
     leaves,
@@ -129,6 +130,21 @@ def evaluate(tree: DictConfig) -> float:
         return evaluate_checkpoint(config)["loss"]
 
 
+def generate(tree: DictConfig) -> None:
+    """The task of scripts/generate.py: text on standard output, remarks on standard error."""
+    with faults.in_one_line(GenerateConfig):
+        config = validate(absolute_paths(plain(tree), Path(HydraConfig.get().runtime.cwd)), GenerateConfig)
+        from tapernorm import continuation  # torch: only once the command line is known to be right
+        from tapernorm.generate import NotFinite
+
+        try:
+            continuation.continue_text(config)
+        except NotFinite as error:
+            faults.stop(f"checkpoint {config.checkpoint}: {error}", status=1)
+        except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def plain(tree: DictConfig) -> dict[str, Any]:
     """The composed tree as plain data, interpolations resolved; '???' stays, for `build` to name."""
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
@@ -182,6 +198,7 @@ def register() -> None:
             store.store(group=f"schema/{section}", name=node["kind"], node=node, provider="tapernorm")
     store.store(name="schema", node=tree, provider="tapernorm")
     store.store(name="schema_evaluate", node=_defaults(EvaluateConfig), provider="tapernorm")
+    store.store(name="schema_generate", node=_defaults(GenerateConfig), provider="tapernorm")
     store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
 
 

@@ -382,6 +382,24 @@ class EvaluateConfig:
     out: str | None = meaning("where to write the result as JSON; null: evaluation.json in the checkpoint's run", None)
 
 
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class GenerateConfig:
+    """What scripts/generate.py can be told; everything else comes from the checkpoint."""
+
+    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
+    prompt: str = meaning("text that the samples continue", "")
+    samples: PositiveInt = meaning("continuations to print", 1)
+    max_tokens: PositiveInt = meaning("tokens per continuation at most", 200)
+    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
+    top_k: PositiveInt | None = meaning("draw among the so many most probable tokens; null: all", None)
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = meaning(
+        "draw among the fewest most probable tokens that hold this share; null: all", None
+    )
+    seed: NonNegativeInt = meaning("of sampling", 0)
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    stream: bool = meaning("print text as it is produced", True)
+
+
 def build(tree: Mapping[str, Any]) -> Config:
     """Check a plain nested mapping against the training schema and return the frozen configuration.
 

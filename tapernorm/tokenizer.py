@@ -75,7 +75,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of any ids: end-of-text and ids outside the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
-        return b"".join(self._tokens.get(int(index), b"") for index in ids).decode("utf-8", errors="replace")
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Bytes of any ids, which may begin or end inside a character; the same ones are left out as in `decode`."""
+        return b"".join(self._tokens.get(int(index), b"") for index in ids)
 
     def n_bytes(self, ids: Sequence[int] | np.ndarray | Any) -> int:
         """Sum of the ids' UTF-8 bytes (end-of-text counts 0): bits per byte = nats / ln 2 / n_bytes.
