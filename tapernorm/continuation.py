@@ -62,7 +62,7 @@ def continue_text(config: GenerateConfig, write: Callable[[str], object] | None 
     output, at once); remarks go to standard error. Raises ConfigError, one line, for a path without a valid
     checkpoint, and NotFinite for a model that computes no numbers.
     """
-    device = pick_device(config.device)
+    device = pick_device(config.device, "device")
     keep_freed_memory()
     path = checkpoints.find(Path(config.checkpoint), _remark)
     model, trained, tokenizer = checkpoints.load_model(path, device)

@@ -11,8 +11,8 @@ import torch
 from tapernorm.config import ConfigError
 
 
-def pick_device(name: str) -> torch.device:
-    """'auto' is CUDA, then MPS, then the CPU. Raises ConfigError for a device that is not there."""
+def pick_device(name: str, key: str = "trainer.device") -> torch.device:
+    """'auto' is CUDA, then MPS, then the CPU. Raises ConfigError, naming `key`, for a device that is not there."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -20,9 +20,9 @@ def pick_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         seen = torch.cuda.device_count()
-        raise ConfigError(f"trainer.device={name}: torch sees {seen} CUDA devices; use trainer.device=auto or cpu")
+        raise ConfigError(f"{key}={name}: torch sees {seen} CUDA devices; use {key}=auto or cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("trainer.device=mps: torch sees no MPS device; use trainer.device=auto or cpu")
+        raise ConfigError(f"{key}=mps: torch sees no MPS device; use {key}=auto or cpu")
     return device
 
 

@@ -74,7 +74,7 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     certified, with `save_folded` also saved. Writes one JSON. Raises ConfigError, one line, for a path without a valid
     checkpoint, for data whose tokenizer is not the checkpoint's and for a model that cannot be folded.
     """
-    device = pick_device(config.device)
+    device = pick_device(config.device, "device")
     keep_freed_memory()
     given = Path(config.checkpoint)
     path = checkpoints.find(given, say)
