@@ -237,7 +237,7 @@ def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     lines += ["", "Keys (key=value), with their defaults:"]
     for key in shown:
         default = defaults.get(key, "???")
-        value = "null" if default is None else ",".join(default) if isinstance(default, list) else str(default)
+        value = "null" if default is None else f"[{','.join(default)}]" if isinstance(default, list) else str(default)
         lines.append(f"  {key + '=' + value:<30} {rows[key]}")
     sweeps = "  Sweeps: --multirun and a=1,2." if schema is Config else ""
     lines += ["", f"All keys: --cfg job.{sweeps}  Hydra's own options: --hydra-help"]

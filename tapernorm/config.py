@@ -482,6 +482,12 @@ def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
             return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
         case "union_tag_invalid":
             return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
+        case "tuple_type":
+            return f"{key}={node!r}: should be a list, as in {key}=[{node}]"
+        case "string_pattern_mismatch":
+            section = ".".join(keys[:-1])
+            choices = dict(fields_of(section, tree, schema))[keys[-1]]
+            return f"{key}={node!r}: should be one of {choices}"
     shown = "null" if node is None else repr(node)
     return f"{key}={shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
@@ -550,7 +556,8 @@ def _class_of(section: str, tree: Mapping[str, Any] | None, schema: type) -> typ
     cls = schema
     for part in filter(None, section.split(".")):
         kinds = {name: members for name, _, members in _fields(cls)}[part]
-        wanted = (tree or {}).get(part, {}).get("kind") if tree else None
+        node = (tree or {}).get(part)
+        wanted = node.get("kind") if isinstance(node, Mapping) else None
         cls = next((kind for kind in kinds if getattr(kind, "kind", None) == wanted), kinds[0])
     return cls
 

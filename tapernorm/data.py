@@ -189,7 +189,9 @@ def _build_entry(entry: Path, source: Source, tokenizer: TokenizerConfig, progre
         encode = functools.partial(_encode_split, tokenizer=built, progress=progress, threads=threads)
         encode("train", itertools.chain(_release(consumed), train), work / "train.bin", report=reports["train"])
         if not reports["train"]["documents"]:
-            raise ConfigError(f"{source.where}: no story is left of {reports['train']}")
+            counts = reports["train"]
+            found = ", ".join(f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items())
+            raise ConfigError(f"{source.where}: there is no story to train on ({found})")
         valid_seen: set[int] = set()
         valid = source.clean("valid", reports["valid"], valid_seen, in_train=seen)
         encode("valid", valid, work / "valid.bin", report=reports["valid"])
@@ -288,7 +290,7 @@ def _say_findings(prepared: Prepared, tokenizer: TokenizerConfig, say: Callable[
     """What the cleaning changed, and a vocabulary that came out smaller than asked for; nothing when all is well."""
     for split in ("train", "valid"):
         counts = prepared.report[split]
-        found = [f"{counts[name]:,} {name}" for name in COUNTS if counts[name]]
+        found = [f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items() if counts[name]]
         if counts["bad_bytes"]:
             found.append("the first byte that is not UTF-8: {file} line {line}".format(**counts["bad_bytes"][0]))
         if found:

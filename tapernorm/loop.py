@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tapernorm import checkpoint as checkpoints
 from tapernorm.config import Config, resolve, to_dict, write_yaml
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
@@ -41,6 +42,8 @@ def train(
     """
     device = pick_device(config.trainer.device)
     keep_freed_memory()
+    if checkpoint is None and config.model.init != "random":
+        checkpoints.find(Path(config.model.init))  # refused before the data is prepared
     data = prepare(config, say)
     config = resolve(config, data.tokenizer.n_vocab)
     write_yaml(directory / "config.yaml", to_dict(config))

@@ -133,6 +133,8 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
         faults.stop(f"{summary['error']} (traceback in {log})", status=1)
     if summary["status"] == "diverged" and start.config.norm.kind not in MAY_DIVERGE:
         faults.stop(f"{summary['error']} (log in {log})", status=1)
+    if summary["status"] == "diverged":
+        print(f"diverged, which is this norm's result: {summary['error']}", flush=True)
     return summary
 
 
@@ -180,7 +182,7 @@ def _outcome(start: Start, say: Say) -> Tree:
         say(str(stop))
         return {**stop.summary, "status": "interrupted", "error": None}
     except loop.Divergence as fault:
-        say(str(fault))
+        append_log(start.directory, str(fault))
         return {**(fault.summary or {}), "status": "diverged", "error": str(fault)}
     return {**result, "status": "finished", "error": None}
 
@@ -221,8 +223,10 @@ def claim(config: Config) -> Path:
 
     The exclusive mkdir decides between runs that start in the same second.
     """
-    if config.run_dir:
+    if config.run_dir is not None:
         directory = Path(config.run_dir)
+        if directory.is_dir() and any(directory.iterdir()) and not (directory / ".hydra").exists():
+            raise ConfigError(f"run_dir={directory} holds other files; name a new or empty directory")
         if not claim_directory(directory):
             raise ConfigError(f"run_dir={directory} already holds a run; add resume=auto to go on, or name another")
         return directory
@@ -238,6 +242,8 @@ def claim(config: Config) -> Path:
             if not directory.is_dir():
                 raise ConfigError(f"runs_dir={config.runs_dir} is not a directory") from error
             number += 1
+        except OSError as error:
+            raise ConfigError(f"runs_dir={config.runs_dir} cannot be written: {error.strerror}") from None
         else:
             claim_directory(directory)
             return directory
@@ -252,6 +258,8 @@ def claim_directory(directory: Path) -> bool:
         if not directory.is_dir():
             raise ConfigError(f"{directory} is not a directory") from None
         return False
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
     return True
 
 
@@ -285,9 +293,10 @@ def open_log(directory: Path) -> Iterator[Say]:
             raise InUse(f"{directory} is in use by another process")
 
         def say(text: str) -> None:
-            print(text, flush=True)
             file.write(text + "\n")
             file.flush()
+            with suppress(BrokenPipeError):  # whoever read along has gone; the run goes on, and its log
+                print(text, flush=True)
 
         yield say
 
@@ -327,6 +336,13 @@ def write_summary(directory: Path, summary: Tree) -> None:
 def check_keys(composed: Tree) -> None:
     """Raise ConfigError for a key that is not in the schema and for a missing value; ranges are left to `build`."""
     _refuse_folded(composed, "norm.kind=folded")
+    sections = [name for name, value in to_dict(Config()).items() if isinstance(value, dict)]
+    for section in sections:
+        if not isinstance(composed.get(section, {}), dict):
+            raise ConfigError(
+                f"{section}={composed[section]}: a configuration that is replayed has no groups to choose from; "
+                f"override its keys one by one, as in {section}.name=..."
+            )
     known = [key for key, _ in all_keys()]
     for section in ("norm", "dataset"):  # of the chosen kind alone
         known = [key for key in known if not key.startswith(f"{section}.")]

@@ -48,7 +48,12 @@ def hash_files(paths: list[Path], key: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- cleaning
 
-COUNTS = ("dropped_empty", "repaired", "duplicates", "in_train")
+COUNTS = {  # what the report counts, in words
+    "dropped_empty": "empty and dropped",
+    "repaired": "repaired",
+    "duplicates": "duplicates dropped",
+    "in_train": "dropped because they are in the training stories",
+}
 # a UTF-8 lead byte read as cp1252 and what the bytes that follow it look like then, as in 'donâ€™t' and 'cafÃ©'
 MOJIBAKE = re.compile("[ÂÃâðÅÄÎÐ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]")
 ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\ufeff\ud800-\udfff]")  # controls, invisible, lone surrogates

@@ -187,6 +187,9 @@ class Tracker:
             mode = os.environ.get("WANDB_MODE") or "auto"
         if mode == "disabled":
             return None
+        if mode not in ("auto", "online", "run", "offline", "dryrun"):
+            self._say(f"warning: WANDB_MODE={mode} is none of online, offline, disabled; going on offline")
+            mode = "offline"
         # An id of our own: a WANDB_RUN_ID in the environment would merge the jobs of a sweep.
         run_id = self._run_id or secrets.token_hex(4)
         arguments = {

@@ -47,7 +47,10 @@ class Divergence(RuntimeError):
     """A loss or gradient that is not finite. The weights are those before the step; `summary` is the run's so far."""
 
     def __init__(self, step: int, gate: float, layer: str, summary: dict[str, Any]) -> None:
-        super().__init__(f"the loss or its gradient is not finite at step {step}, gate {gate:.4g}; first in {layer}")
+        super().__init__(
+            f"the loss or its gradient is not finite at step {step}, gate {gate:.4g}; first in {layer}; "
+            "a lower optim.lr or a longer gate.k_warmup may help"
+        )
         self.step, self.gate, self.layer, self.summary = step, gate, layer, summary
 
 
@@ -372,9 +375,12 @@ class TrainingRun:
 
     def show_progress(self) -> None:
         if self.progress is not None:
+            loss, steps = self.last_loss, self.interval["steps"]
+            if self.device.type == "cpu" and steps:  # elsewhere reading it would wait for the device
+                loss = self.interval["loss"].item() / steps
             self.progress.update(
                 self.step,
-                loss=self.last_loss,
+                loss=loss,
                 gate=self.gate,
                 tokens_per_s=self.tokens_per_s,
                 phase=self.phase.value,
@@ -404,12 +410,12 @@ class TrainingRun:
             f"tokens: {trainer.max_steps:,} steps of {per_step:,} = {trainer.max_steps * per_step:,}, "
             f"{trainer.max_steps * per_step / self.batches.tokens_per_epoch:.2f} epochs"
         )
-        taper = "no tapered layers, gate stays 1"
         if schedule.first_tapered_step is not None:
             taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
-        elif self.model.taper_norms():
-            taper = "gate constant: stays 1"
-        say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
+            say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
+        else:
+            taper = "constant gate" if self.model.taper_norms() else "no tapered layers"
+            say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
         if self.step:
             say(f"resumed after step {self.step}")
         left = trainer.max_steps - self.step

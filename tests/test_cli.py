@@ -397,3 +397,33 @@ def test_resume_needs_a_run(launch, tmp_path):
     (tmp_path / "empty").mkdir()
     status, _, err = launch("resume=empty")
     assert status == 2 and "empty holds no run" in err
+
+
+def test_a_replayed_configuration_has_no_groups(launch, trainer):
+    status, _, _ = launch("experiment=smoke", "tracking=none", "run_dir=first")
+    assert status == 0
+    replay = ["--config-path", str(Path("first/.hydra").absolute()), "--config-name", "config"]
+    status, _, err = launch(*replay, "norm=baseline")
+    assert status == 2 and err.count("\n") == 1
+    assert "norm=baseline: a configuration that is replayed has no groups" in err
+
+
+def test_P02_a_directory_with_other_files_is_refused(launch, trainer):
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    for arguments in (["run_dir=mine"], ["run_dir=''"], ["runs_dir=/proc/x"]):
+        status, _, err = launch("experiment=smoke", *arguments)
+        assert status == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert sorted(path.name for path in Path().rglob("*")) == ["mine", "notes.txt"]
+
+
+def test_faults_of_lists_and_devices_say_what_is_meant(launch, trainer):
+    _, _, err = launch("norm.sites=attn")
+    assert "norm.sites='attn': should be a list, as in norm.sites=[attn]" in err
+    _, _, err = launch("trainer.device=gpu")
+    assert "trainer.device='gpu': should be one of auto, cpu, cuda" in err
+
+
+def test_a_named_model_wins_over_the_experiments(launch, trainer):
+    assert launch("experiment=smoke", "model=3m")[0] == 0
+    assert trainer.calls[-1][0].model.name == "3m"

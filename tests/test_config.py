@@ -85,7 +85,11 @@ def test_every_key_takes_a_plain_override(kind):
 def test_precedence_group_experiment_command_line():
     assert composed("gate=linear")["gate"]["shape"] == "linear"
     assert composed("experiment=smoke")["model"]["d_model"] == 32
-    assert composed("experiment=smoke", "model=3m")["model"]["d_model"] == 32  # the experiment is laid over the group
+    assert composed("optim=default")["optim"]["lr"] is None
+    assert (
+        composed("experiment=smoke", "optim=default")["optim"]["lr"] == 0.003
+    )  # the experiment is laid over the group
+    assert composed("experiment=smoke", "model=3m")["model"]["d_model"] == 128  # whose choice stays the command line's
     assert composed("experiment=smoke", "model=3m", "model.d_model=96")["model"]["d_model"] == 96
     assert composed("experiment=smoke", "tracking=wandb")["tracking"]["wandb"] == "auto"
     assert composed("experiment=tinystories", "dataset=toy")["dataset"]["kind"] == "toy"

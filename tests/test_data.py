@@ -244,7 +244,7 @@ def test_P18_what_was_wrong_is_counted_and_located(tmp_path: Path) -> None:
     report = prepared.report["train"]
     assert (report["dropped_empty"], report["repaired"], report["duplicates"]) == (2, 2, 1)
     assert report["bad_bytes"] == [{"file": str(path), "line": 4}]
-    assert "2 dropped_empty, 2 repaired, 1 duplicates" in said[1] and f"{path} line 4" in said[1]
+    assert "2 empty and dropped, 2 repaired, 1 duplicates dropped" in said[1] and f"{path} line 4" in said[1]
 
 
 def test_P18_bytes_are_located_within_a_longer_story(tmp_path: Path) -> None:
