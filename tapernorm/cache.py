@@ -86,7 +86,7 @@ class KVCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows; those that stay are in the order given."""
-        index = torch.tensor(rows, device=self.lengths.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)  # also when none stays
         self._set_lengths(self.lengths[index])
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[index], layer.values[index]

@@ -475,8 +475,8 @@ class TrainingRun:
             length = min(trainer.sample_tokens, self.config.model.n_ctx - 1)
             try:
                 rows = generate(self.model, prompt, length, eot=tokenizer.eot, seed=self.config.seed)
-            except RuntimeError as error:  # probabilities that are not finite: the results stand all the same
-                say(f"warning: no samples ({error})")
+            except Exception as error:  # such as logits that are not finite: the results stand all the same
+                say(f"warning: no samples ({type(error).__name__}: {error})")
                 rows = []
             texts = [tokenizer.decode(row) for row in rows]
             (self.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")

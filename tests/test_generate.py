@@ -196,6 +196,15 @@ def test_P36_a_row_ends_at_its_own_end_of_text_and_disturbs_no_other(temperature
     assert generate(model, others, 24, eot=eot, **keys)[2] == rows[2]
 
 
+@pytest.mark.parametrize("n_row", [1, 3])
+def test_P36_generation_stops_when_the_last_row_has_ended(n_row: int) -> None:
+    model = model_of("all_taper")
+    texts = ids_of(5) * n_row
+    free = generate(model, texts, 12, temperature=0)
+    rows = generate(model, texts, 12, temperature=0, eot=free[0][3])
+    assert rows == [row[: row.index(free[0][3])] for row in free]
+
+
 def test_seeds() -> None:
     model = model_of("baseline")
     texts = ids_of(4) * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -68,3 +69,24 @@ def test_a_whole_smoke_run_and_its_evaluation(tmp_path: Path) -> None:
     names = {path.name for path in run_dir.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "run.log", ".hydra"} <= names
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}, "nothing stray in the launch directory"
+
+
+def test_a_whole_sweep_with_offline_wandb_runs(tmp_path: Path) -> None:
+    """Six jobs: six directories with stable names, six W&B runs, one table with the gaps to the baseline."""
+    modes = ["norm=baseline,internal_taper,all_taper", "anchor=none,fixed_target"]
+    done = command([str(ROOT / "train.py"), "-m", *modes, "experiment=smoke", "trainer.device=cpu"], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (sweep,) = (tmp_path / "runs" / "sweeps").iterdir()
+    jobs = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert {path.name for path in jobs} == {
+        f"norm-{norm}_anchor-{anchor}_experiment-smoke"
+        for norm in ("baseline", "internal_taper", "all_taper")
+        for anchor in ("none", "fixed_target")
+    }
+    summaries = [json.loads((job / "summary.json").read_text()) for job in jobs]
+    assert {summary["status"] for summary in summaries} == {"finished"}
+    assert {summary["gate"] for summary in summaries if "taper" in summary["norm"]} == {0.0}
+    assert len({path.name for path in sweep.glob("*/wandb/offline-run-*/*.wandb")}) == 6
+    table = done.stdout[done.stdout.index(" job ") :]
+    assert table.count("finished") == 6 and "gap %" in table and "+0.00" in table
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
