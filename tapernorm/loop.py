@@ -14,6 +14,7 @@ import torch
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm.config import Config, resolve, to_dict, write_yaml
+from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
 from tapernorm.dynamics import UpdateRatio, probe
@@ -55,7 +56,7 @@ def train(
     else:
         run.restore(checkpoint)
     with run.open_tracker() as tracker, signals_as_requests() as stop:
-        run.introduce()
+        introduce(run)
         run.catch_up(tracker)
         try:
             _loop(run, tracker, stop)
@@ -67,7 +68,7 @@ def train(
             raise
         summary = run.summary()
         tracker.finish("finished", summary)
-    run.conclude()
+    conclude(run)
     return summary
 
 

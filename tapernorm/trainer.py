@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +21,9 @@ from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
 from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
-from tapernorm.generate import generate
 from tapernorm.model import build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
-from tapernorm.tracking import Progress, Tracker, clock, read_metrics
+from tapernorm.tracking import Progress, Tracker, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = (
@@ -390,55 +386,6 @@ class TrainingRun:
         if self.progress is not None:
             self.progress.close()
 
-    def introduce(self) -> None:
-        """State what is about to happen, with an estimate of its duration from one trial step."""
-        config, trainer, schedule = self.config, self.config.trainer, self.schedule
-        per_step = trainer.batch_size * config.model.n_ctx
-        compiled = ", compiled" if trainer.compile else ""
-        say = self._say
-        say(
-            f"device {self.device}, {str(self.dtype).removeprefix('torch.')}{compiled}, "
-            f"{torch.get_num_threads()} threads"
-        )
-        say(
-            f"model {config.model.name}: {self.model.n_parameters():,} parameters, "
-            f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
-            f"({len(self.model.taper_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
-            f"anchor {config.anchor.kind}, seed {config.seed}"
-        )
-        say(
-            f"tokens: {trainer.max_steps:,} steps of {per_step:,} = {trainer.max_steps * per_step:,}, "
-            f"{trainer.max_steps * per_step / self.batches.tokens_per_epoch:.2f} epochs"
-        )
-        if schedule.first_tapered_step is not None:
-            taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
-            say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
-        else:
-            taper = "constant gate" if self.model.taper_norms() else "no tapered layers"
-            say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
-        if self.step:
-            say(f"resumed after step {self.step}")
-        left = trainer.max_steps - self.step
-        if trainer.compile:
-            say("ETA: shown once the first graph is compiled")
-        elif left:
-            say(f"ETA: {clock(self.trial_step() * left)} for {left:,} steps")
-        say(f"run directory {self.directory}")
-        self.progress = Progress(trainer.max_steps, done=self.step, mode=trainer.progress)
-
-    def trial_step(self) -> float:
-        """Seconds of one forward and backward pass whose gradients are thrown away; draws no random number."""
-        x, y = self.batch(self.step + 1)
-        x, y = x[: x.shape[0] // self.config.trainer.accumulation], y[: y.shape[0] // self.config.trainer.accumulation]
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for _ in range(2):  # the first one also pays for fresh memory
-            start = time.perf_counter()
-            with autocast(self.device, self.dtype):
-                loss, _ = self.model.loss(x, y)
-            torch.autograd.grad(loss, parameters, allow_unused=True)
-            loss.item()
-        return (time.perf_counter() - start) * self.config.trainer.accumulation
-
     def summary(self) -> dict[str, Any]:
         """What summary.json holds beyond the status."""
         keys = ("scale/final_rms_mean", "logits/norm_mean", "logits/abs_max", "radial/mean")
@@ -465,41 +412,3 @@ class TrainingRun:
         """ln of the probe's residual scale over the target: e-folds of logit chasing since the calibration."""
         scale = self.last_probe.get("scale/final_rms_mean")
         return math.log(scale / self.anchor.target) if scale and self.anchor.target else None
-
-    def conclude(self) -> None:
-        """Samples, a readable summary, and the command that evaluates the run."""
-        say, trainer = self._say, self.config.trainer
-        tokenizer = self.data.tokenizer
-        if trainer.samples:
-            prompt = torch.full((trainer.samples, 1), tokenizer.eot)
-            length = min(trainer.sample_tokens, self.config.model.n_ctx - 1)
-            try:
-                rows = generate(self.model, prompt, length, eot=tokenizer.eot, seed=self.config.seed)
-            except Exception as error:  # such as logits that are not finite: the results stand all the same
-                say(f"warning: no samples ({type(error).__name__}: {error})")
-                rows = []
-            texts = [tokenizer.decode(row) for row in rows]
-            (self.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
-            for number, text in enumerate(texts, 1):
-                say(f"sample {number}: {' '.join(text.split())}")
-        best = f", best {self.best_loss:.4f} at step {self.best_step}" if self.best_loss is not None else ""
-        loss = math.nan if self.val_loss is None else self.val_loss
-        say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
-        drift = self.drift()
-        if drift is not None:
-            say(
-                f"  residual scale {self.last_probe['scale/final_rms_mean']:.3g}, target {self.anchor.target:.3g} "
-                f"(drift {drift:+.2f}, the log of their ratio); logit norm {self.last_probe['logits/norm_mean']:.4g}; "
-                f"gate {self.gate:.4g}; {self.tokens:,} tokens in {clock(self.seconds)}"
-            )
-        say("to evaluate it:")
-        say(evaluate_command(self.directory))
-
-
-def evaluate_command(directory: Path) -> str:
-    """The shell command that evaluates a run, from the current directory."""
-    script = os.path.relpath(Path(__file__).resolve().parent.parent / "evaluate.py")
-    value = str(directory)
-    if not re.fullmatch(r"[\w./+-]+", value, flags=re.ASCII):  # Hydra's grammar wants quotes of its own
-        value = "'" + value.replace("'", "\\'") + "'"
-    return f"python {shlex.quote(script)} {shlex.quote(f'checkpoint={value}')}"
