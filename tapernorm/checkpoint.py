@@ -34,28 +34,9 @@ from tapernorm.tokenizer import Tokenizer
 FORMAT = 1
 
 
-def save(
-    run_dir: Path,
-    step: int,
-    *,
-    model: Mapping[str, Tensor],
-    training: Mapping[str, Any],
-    config: Config,
-    tokenizer: Tokenizer,
-    meta: Mapping[str, Any],
-) -> Path:
-    """Write checkpoints/step-<step>: into a temporary name, synced to disk, then renamed. Returns its path."""
-    root = run_dir / "checkpoints"
-    _remove_leftovers(root)
-    return write(
-        root / f"step-{step:08d}",
-        step,
-        model=model,
-        training=training,
-        config=config,
-        tokenizer=tokenizer,
-        meta=meta,
-    )
+def path_at(run_dir: Path, step: int) -> Path:
+    """Where a run keeps its checkpoint of a step."""
+    return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def write(
@@ -71,15 +52,33 @@ def write(
 ) -> Path:
     """Write a checkpoint as the directory `final`, which exists afterwards as a whole or not at all; returns it.
 
-    A folded model has no training state (`training` None). `reports` are further JSON files by name.
+    Written under a temporary name, synced to disk, then renamed. A folded model has no training state (`training`
+    None). `reports` are further JSON files by name.
     """
     root = final.parent
     temporary = root / f".writing-{final.name}-{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
+        weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}
+        save_file(weights, temporary / "model.safetensors")
+        if training is not None:
+            torch.save(dict(training), temporary / "training.pt")
         for name, report in (reports or {}).items():
             (temporary / name).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        _write(temporary, step, model, training, config, tokenizer, meta)
+        write_yaml(temporary / "config.yaml", to_dict(config))
+        tokenizer.save(temporary)
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            **meta,
+            "git_revision": git_revision(),
+            "versions": {name: version(name) for name in ("torch", "safetensors", "tiktoken")},
+            "files": {path.name: checksum(path) for path in sorted(temporary.iterdir())},
+        }
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        for path in temporary.iterdir():
+            sync(path)
+        sync(temporary)
         if final.exists():  # unusable, or the run would have gone on from it
             set_aside(final)
         temporary.rename(final)
@@ -88,40 +87,6 @@ def write(
         raise
     sync(root)
     return final
-
-
-def _write(
-    temporary: Path,
-    step: int,
-    model: Mapping[str, Tensor],
-    training: Mapping[str, Any] | None,
-    config: Config,
-    tokenizer: Tokenizer,
-    meta: Mapping[str, Any],
-) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in model.items()}, temporary / "model.safetensors")
-    if training is not None:
-        torch.save(dict(training), temporary / "training.pt")
-    write_yaml(temporary / "config.yaml", to_dict(config))
-    tokenizer.save(temporary)
-    meta = {
-        "format": FORMAT,
-        "step": step,
-        **meta,
-        "git_revision": git_revision(),
-        "versions": {name: version(name) for name in ("torch", "safetensors", "tiktoken")},
-        "files": {path.name: checksum(path) for path in sorted(temporary.iterdir())},
-    }
-    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-    for path in temporary.iterdir():
-        sync(path)
-    sync(temporary)
-
-
-def _remove_leftovers(root: Path) -> None:
-    """What saves left behind that were killed."""
-    for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
@@ -134,9 +99,10 @@ def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
 def clear_after(run_dir: Path, step: int) -> None:
     """Before a run goes on from `step`: delete its later checkpoints, which are about to be made again.
 
-    Damaged ones are set aside instead, for whoever wants to look at them.
+    Damaged ones are set aside instead, for whoever wants to look at them. What killed saves left behind goes too.
     """
-    _remove_leftovers(run_dir / "checkpoints")
+    for leftover in (run_dir / "checkpoints").glob(".writing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for path in list_checkpoints(run_dir):
         if step_of(path) > step:
             if fault(path):

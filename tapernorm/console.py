@@ -69,10 +69,11 @@ def conclude(run: TrainingRun) -> None:
     say, trainer = run.say, run.config.trainer
     tokenizer = run.data.tokenizer
     if trainer.samples:
-        prompt = torch.full((trainer.samples, 1), tokenizer.eot)
         length = min(trainer.sample_tokens, run.config.model.n_ctx - 1)
         try:
-            rows = generate(run.model, prompt, length, eot=tokenizer.eot, seed=run.config.seed)
+            rows = generate(
+                run.model, [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
+            )
         except Exception as error:  # such as logits that are not finite: the results stand all the same
             say(f"warning: no samples ({type(error).__name__}: {error})")
             rows = []

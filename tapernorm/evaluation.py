@@ -114,7 +114,7 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
         length = min(config.sample_tokens, max(1, trained.model.n_ctx - len(prompt)))
         rows = generate(
             model,
-            torch.tensor([prompt] * config.samples),
+            [prompt] * config.samples,
             length,
             eot=tokenizer.eot,
             temperature=config.temperature,

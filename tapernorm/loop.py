@@ -47,14 +47,15 @@ def train(
         checkpoints.find(Path(config.model.init))  # refused before the data is prepared
     data = prepare(config, say)
     config = resolve(config, data.tokenizer.n_vocab)
-    write_yaml(directory / "config.yaml", to_dict(config))
-    report = {"key": data.key, "entry": str(data.entry), **data.report}
-    (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     run = TrainingRun(config, directory, data, device, say)
     if checkpoint is None:
         run.initialize()
     else:
         run.restore(checkpoint)
+    # Only now: a resume that is refused leaves the run's directory as it was.
+    write_yaml(directory / "config.yaml", to_dict(config))
+    report = {"key": data.key, "entry": str(data.entry), **data.report}
+    (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         introduce(run)
         run.catch_up(tracker)

@@ -71,7 +71,7 @@ class Tracker:
 
     `resume_step` = k removes the rows of later steps, which are about to be trained again. `state` is what `state()`
     returned before: it continues the same W&B run. `config` is the resolved configuration as a plain nested dict.
-    W&B keeps its files in directory/wandb. `group` is used where tracking.group is null.
+    W&B keeps its files in directory/wandb.
 
     Raises ConfigError if metrics.jsonl is damaged, and with tracking.strict if W&B cannot be reached.
     """
@@ -83,7 +83,6 @@ class Tracker:
         tracking: TrackingConfig,
         *,
         name: str,
-        group: str | None = None,
         resume_step: int | None = None,
         state: dict[str, Any] | None = None,
         say: Callable[[str], None] = print,
@@ -96,7 +95,7 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
         self._row = _keep_until(path, resume_step)
-        self._run = self._start_wandb(directory, config, tracking, name, group)
+        self._run = self._start_wandb(directory, config, tracking, name)
         self._mirror_failed = False
         path.touch()
         self._file = path.open("r+b")
@@ -178,9 +177,7 @@ class Tracker:
                 self._say(f"warning: W&B failed ({_first_line(error)}); the run goes on with {METRICS_FILE} alone")
             self._mirror_failed = True
 
-    def _start_wandb(
-        self, directory: Path, config: dict[str, Any], tracking: TrackingConfig, name: str, group: str | None
-    ) -> Any:
+    def _start_wandb(self, directory: Path, config: dict[str, Any], tracking: TrackingConfig, name: str) -> Any:
         """The W&B run, or None if disabled or impossible."""
         mode: str = tracking.wandb
         if mode == "auto":
@@ -196,7 +193,7 @@ class Tracker:
             "dir": str(directory),
             "project": tracking.project,
             "entity": tracking.entity,
-            "group": tracking.group or group,
+            "group": tracking.group,
             "tags": list(tracking.tags),
             "name": name,
             "id": run_id,

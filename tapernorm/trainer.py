@@ -64,8 +64,7 @@ class TrainingRun:
         self.dtype = pick_dtype(trainer.dtype, device)
         # Dropout and the like, where a model has it; initialization and batches have generators of their own.
         torch.manual_seed(config.seed)
-        self.model = build_model(config)
-        self.model.to(device).train()
+        self.model = build_model(config, device).train()
         self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
         self.optimizer = build_optimizer(self.model, config.optim)
         self.schedule = GateSchedule.from_config(config)
@@ -136,13 +135,6 @@ class TrainingRun:
             drop_state_of_frozen(self.optimizer)
         self.phase = phase
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T): a pure function of the seed and the step."""
-        inputs, targets = self.batches.batch(step)
-        if self.device.type == "cuda":  # only a copy from pinned memory does not wait
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-
     @torch.no_grad()
     def batch_level(self, inputs: list[Tensor]) -> Tensor:
         """mean ln s over the whole batch, from forwards without gradients, for anchor=mean_log with accumulation."""
@@ -174,15 +166,17 @@ class TrainingRun:
         raise Divergence(step, gate, layer or other, self.summary() | {"steps": step - 1})
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """The step's batch in `trainer.accumulation` equal parts."""
+        """Inputs and targets (B, T) in `trainer.accumulation` equal parts: a pure function of the seed and the step."""
         parts = self.config.trainer.accumulation
-        inputs, targets = self.batch(step)
+        inputs, targets = self.batches.batch(step)
+        if self.device.type == "cuda":  # only a copy from pinned memory does not wait
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        inputs, targets = inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
         return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
 
     def finish_step(self, step: int) -> None:
-        trainer = self.config.trainer
         self.step = step
-        self.tokens += trainer.batch_size * self.config.model.n_ctx
+        self.tokens += self.config.trainer.batch_size * self.config.model.n_ctx
         self.interval["steps"] += 1
 
     def calibrate(self) -> dict[str, float]:
@@ -285,8 +279,8 @@ class TrainingRun:
             "probe": self.last_probe,
             "tracker": wandb_state,
         }
-        checkpoints.save(
-            self.directory,
+        checkpoints.write(
+            checkpoints.path_at(self.directory, self.step),
             self.step,
             model=self.model.state_dict(),
             training=training,
@@ -349,13 +343,11 @@ class TrainingRun:
             self.note_validation(logged["val/loss"])
 
     def open_tracker(self) -> Tracker:
-        tracking = self.config.tracking
         return Tracker(
             self.directory,
             to_dict(self.config),
-            tracking,
+            self.config.tracking,
             name=self.directory.name,
-            group=tracking.group,
             resume_step=self.step,
             state=self.wandb_state,
             say=self.say,

@@ -81,8 +81,14 @@ def test_P30_a_full_disk_leaves_the_last_checkpoint(a_run: Path, monkeypatch: py
     model, config, tokenizer = checkpoints.load_model(checkpoints.find(a_run))
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.save(
-            a_run, 32, model=model.state_dict(), training={}, config=config, tokenizer=tokenizer, meta={"gate": 0.0}
+        checkpoints.write(
+            checkpoints.path_at(a_run, 32),
+            32,
+            model=model.state_dict(),
+            training={},
+            config=config,
+            tokenizer=tokenizer,
+            meta={"gate": 0.0},
         )
     latest = checkpoints.latest(a_run)
     assert latest is not None and latest.name == "step-00000024"

@@ -29,14 +29,27 @@ def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Confi
         assert report["tokens"] == 256
     assert (tmp_path / "evaluation.json").is_file()
     assert any("256 tokens" in line for line in said)
-    # The stories' files are not needed again, only the prepared cache entry (a toy's is found by its key alone).
-    assert any("reused" in line for line in said)
     # A checkpoint of the middle of the taper is evaluated with that step's gate.
     middle = tmp_path / "checkpoints" / "step-00000016"
     logged = next(row for row in read_metrics(tmp_path) if row["step"] == 16)
     report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(middle), samples=0, device="cpu"), said.append)
     assert 0 < report["gate"] < 1
     assert report["loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
+
+
+def test_the_text_files_are_not_needed_again(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    files = {"train": tmp_path / "train.txt", "valid": tmp_path / "valid.txt"}
+    for split, file in files.items():
+        file.write_text(
+            "\n".join(f"The {split} cat sat on mat number {i} and looked at the moon. " * 9 for i in range(40))
+        )
+    dataset = {"kind": "text", **{split: str(file) for split, file in files.items()}}
+    config = tiny(dataset=dataset, tokenizer={"kind": "bytes"}, optim={"lr": 1e-3})
+    summary = run(config, tmp_path / "run")
+    for file in files.values():
+        file.unlink()
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path / "run"), samples=0, device="cpu"))
+    assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
 
 
 def test_evaluation_leaves_the_models_mode(tiny: Callable[..., Config]) -> None:

@@ -339,7 +339,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build(merge(TINY, {"norm": NORMS["all_taper"], "tokenizer": {"kind": "bytes"}})), tokenizer.n_vocab
     )
     state = build_model(config).state_dict()
-    checkpoints.save(directory, 1, model=state, training={}, config=config, tokenizer=tokenizer, meta={"gate": 1.0})
+    checkpoints.write(
+        checkpoints.path_at(directory, 1),
+        1,
+        model=state,
+        training={},
+        config=config,
+        tokenizer=tokenizer,
+        meta={"gate": 1.0},
+    )
     return directory
 
 

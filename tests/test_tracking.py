@@ -149,12 +149,12 @@ from tapernorm.tracking import Tracker
 
 logging.basicConfig(level=logging.INFO)  # as Hydra does
 root = Path(sys.argv[1])
-tracking = TrackingConfig(wandb="offline", tags=("t1", "t2"))
+tracking = TrackingConfig(wandb="offline", group="sweep", tags=("t1", "t2"))
 
 def job(name, seed, **options):
     config = {"seed": seed, "model": {"n_layer": 2, "sites": ["attn", "mlp"], "d_ff": None}, "max_steps": 8}
     config |= options.pop("changed", {})
-    return Tracker(root / name, config, tracking, name=name, group="sweep", **options)
+    return Tracker(root / name, config, tracking, name=name, **options)
 
 try:
     with job("one", 1) as tracker:
