@@ -38,23 +38,21 @@ class KVCache:
         fixed: bool = False,
     ) -> None:
         self.n_slot, self.fixed = n_slot, fixed
-        shape = (n_row, n_head, n_slot, head_dim)
-        self.layers = [
-            # Zeros: a slot that the mask hides must still be finite, for 0 * NaN is NaN.
-            LayerCache(
-                self, torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-            )
-            for _ in range(n_layer)
-        ]
+        # Keys and values of layer i at 2i and 2i + 1. Zeros: a slot that the mask hides must still be finite, for
+        # 0 * NaN is NaN.
+        self.store = torch.zeros(2 * n_layer, n_row, n_head, n_slot, head_dim, dtype=dtype, device=device)
+        self.layers = [LayerCache(self, index) for index in range(n_layer)]
         self.lengths = torch.zeros(n_row, dtype=torch.int64, device=device)
         self.longest = 0  # of the lengths, known without asking the device
         self.even = True  # all lengths are equal
-        # Of the current forward: the slots to fill, `fill` or where they differ by row `slots` (B, T) with `rows`
-        # (B, 1); the slots to read; which of them each new token sees (None: all, or with `causal` the new up to it).
+        # Of the current forward: views of the store, the slots to fill (or where they differ by row, `slots` (B, T)
+        # with `rows` (B, 1)) and the slots to read, made for all layers at once because an indexing costs as much as a
+        # small product; which slots each new token sees (None: all, or with `causal` the new up to it).
         self.rows: Tensor | None = None
         self.slots: Tensor | None = None
         self.mask: Tensor | None = None
-        self.fill = self.read = slice(0, 0)
+        self.fill: tuple[Tensor, ...] = ()
+        self.read: tuple[Tensor, ...] = ()
         self.causal = True
 
     def extend(self, n_new: int) -> slice | Tensor:
@@ -67,7 +65,6 @@ class KVCache:
         if end > self.n_slot:
             raise ValueError(f"the cache has {self.n_slot} slots, no room for {end} tokens")
         device, n_read = self.lengths.device, self.n_slot if self.fixed else end
-        self.fill, self.read = slice(start, end), slice(n_read)
         self.causal = start == 0 and not self.fixed  # nothing but the new tokens is there to be seen
         self.rows = self.slots = self.mask = None
         if self.fixed or not self.even:
@@ -76,9 +73,11 @@ class KVCache:
             self.mask = (torch.arange(n_read, device=device) <= self.slots[..., None])[:, None]  # (B, 1, T, n_read)
         elif n_new > 1 and not self.causal:
             self.mask = torch.arange(n_read, device=device) <= torch.arange(start, end, device=device)[:, None]
+        self.fill = self.store[..., start:end, :].unbind() if self.slots is None else ()
+        self.read = () if self.causal else self.store[..., :n_read, :].unbind()
         self.lengths += n_new
         self.longest = end
-        return self.fill if self.slots is None else self.slots[:, None]
+        return slice(start, end) if self.slots is None else self.slots[:, None]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first lengths[row] tokens of each row, such as a prompt without its padding."""
@@ -88,14 +87,12 @@ class KVCache:
         """Drop all other rows; those that stay are in the order given."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)  # also when none stays
         self._set_lengths(self.lengths[index])
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        self.store = self.store[:, index]
 
     def replace(self, rows: Sequence[int], other: KVCache) -> None:
         """Put the rows of a cache with as many slots in the place of these rows."""
         index = torch.tensor(rows, device=self.lengths.device)
-        for layer, new in zip(self.layers, other.layers, strict=True):
-            layer.keys[index], layer.values[index] = new.keys, new.values
+        self.store[:, index] = other.store
         self._set_lengths(self.lengths.index_copy(0, index, other.lengths))
 
     def _set_lengths(self, lengths: Tensor) -> None:
@@ -108,21 +105,21 @@ class KVCache:
 
 
 class LayerCache:
-    """One layer's keys and values (B, H, S, K), and its attention."""
+    """One layer's keys and values, and its attention."""
 
-    def __init__(self, cache: KVCache, keys: Tensor, values: Tensor) -> None:
-        self.cache, self.keys, self.values = cache, keys, values
+    def __init__(self, cache: KVCache, index: int) -> None:
+        self.cache, self.keys, self.values = cache, 2 * index, 2 * index + 1  # places in the cache's store
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new tokens' k and v, and let q attend to all that is filled up to itself: each (B, H, T, K)."""
         cache = self.cache
         if cache.slots is None:
-            self.keys[:, :, cache.fill] = k
-            self.values[:, :, cache.fill] = v
+            cache.fill[self.keys].copy_(k)
+            cache.fill[self.values].copy_(v)
         else:
-            self.keys[cache.rows, :, cache.slots] = k.transpose(1, 2)
-            self.values[cache.rows, :, cache.slots] = v.transpose(1, 2)
+            cache.store[self.keys, cache.rows, :, cache.slots] = k.transpose(1, 2)
+            cache.store[self.values, cache.rows, :, cache.slots] = v.transpose(1, 2)
         if cache.causal:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        keys, values = self.keys[:, :, cache.read], self.values[:, :, cache.read]
+        keys, values = cache.read[self.keys], cache.read[self.values]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=cache.mask)

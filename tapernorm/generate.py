@@ -10,6 +10,7 @@ Shape legend: B rows, T time, V vocabulary, C candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tapernorm.cache import KVCache
 from tapernorm.config import ConfigError
+from tapernorm.lean import lean
 from tapernorm.model import Decoder
 
 
@@ -52,7 +54,7 @@ def generate(
     """
     texts: list[list[int]] = prompts.tolist() if isinstance(prompts, Tensor) else [list(ids) for ids in prompts]
     _check(texts, model.embed.num_embeddings, max_tokens, temperature, top_k, top_p)
-    n_ctx, device = model.config.n_ctx, model.embed.weight.device
+    n_ctx = model.config.n_ctx
     cache = cache and n_ctx > 1  # a window of one token has nothing before it to keep
     lengths = [len(text) for text in texts]
     # NumPy's generator on the host: the same draws on every device, and a longer run starts with a shorter one's.
@@ -62,23 +64,23 @@ def generate(
     hear = on_token or (lambda row, token: None)
     running = list(range(len(texts)))  # rows that have not ended, in the order of the batch
     kept: KVCache | None = None
+    ids = torch.empty(0, dtype=torch.int64)  # the newest of each running row
     was_training = model.training
-    model.eval()
+    reader = lean(model.eval())
     try:
         for step in range(max_tokens):
             if not running:
                 break
             if kept is None:
                 windows = [texts[row][window_start(len(texts[row]), n_ctx) :] for row in running]
-                kept = model.new_cache(len(running), min(n_ctx, max(lengths) + max_tokens)) if cache else None
-                logits = model.readout(_read(model, windows, kept))
+                kept = reader.new_cache(len(running), min(n_ctx, max(lengths) + max_tokens)) if cache else None
+                logits = reader.readout(_read(reader, windows, kept))
             else:
-                _crop(model, [texts[row] for row in running], kept)
-                new = torch.tensor([[texts[row][-1]] for row in running], device=device)
-                logits = model.readout(model.trunk(new, cache=kept)[:, -1])
-            chosen = choose(logits, draws[running, step], temperature, top_k, top_p)
+                _crop(reader, [texts[row] for row in running], kept)
+                logits = reader.readout(reader.trunk(ids[:, None], cache=kept)[:, -1])
+            ids = choose(logits, draws[running, step], temperature, top_k, top_p)
             going = []
-            for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
+            for place, (row, token) in enumerate(zip(running, ids.tolist(), strict=True)):
                 if token == eot and not ignore_eot:
                     hear(row, None)
                     continue
@@ -86,7 +88,7 @@ def generate(
                 texts[row].append(token)
                 hear(row, token)
             if len(going) < len(running):
-                running = [running[place] for place in going]
+                running, ids = [running[place] for place in going], ids[going]
                 if kept is not None:
                     kept.keep(going)
         for row in running:
@@ -126,9 +128,9 @@ def candidates(
 
 def choose(
     logits: Tensor, draws: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
-) -> list[int]:
-    """The next id of each row of logits (B, V): the largest at temperature 0, else the candidate at which the summed
-    probability passes the row's draw, uniform in [0, 1). Raises NotFinite."""
+) -> Tensor:
+    """The next id (B,) of each row of logits (B, V): the largest at temperature 0, else the candidate at which the
+    summed probability passes the row's draw, uniform in [0, 1). Raises NotFinite."""
     best, ids = logits.max(-1)
     if temperature > 0:
         p, named = candidates(logits, temperature, top_k, top_p)
@@ -136,10 +138,9 @@ def choose(
         point = draws.to(total.device, total.dtype) * total[:, -1]
         places = torch.searchsorted(total, point[:, None], right=True).clamp(max=total.shape[-1] - 1)
         ids = (places if named is None else named.gather(-1, places)).squeeze(-1)
-    chosen = torch.where(best.isfinite(), ids, -1).tolist()  # the step's only wait for the device
-    if -1 in chosen:
+    if not all(map(math.isfinite, best.tolist())):  # the step waits for the device here
         raise NotFinite("the model's logits are not finite, there is no next token to choose")
-    return chosen
+    return ids
 
 
 def _read(model: Decoder, windows: list[list[int]], cache: KVCache | None) -> Tensor:
@@ -156,6 +157,8 @@ def _read(model: Decoder, windows: list[list[int]], cache: KVCache | None) -> Te
 def _crop(model: Decoder, texts: list[list[int]], cache: KVCache) -> None:
     """Read anew the rows whose window moves at their last token, up to the token before it, which is yet to come."""
     n_ctx = model.config.n_ctx
+    if max(map(len, texts)) <= n_ctx:
+        return
     starts = [window_start(len(text), n_ctx) for text in texts]
     moved = [row for row, text in enumerate(texts) if starts[row] != window_start(len(text) - 1, n_ctx)]
     if moved:

@@ -19,19 +19,49 @@ from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
 from tapernorm.gate import Phase
 from tapernorm.norms import TaperNorm, build_norm, needs_bias
 
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 def rotary_table(n_ctx: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/K), each (T, K), the two halves of K alike."""
+    """cos and sin of position * theta^(-2i/K), each (T, K), the two halves of K alike but for the sign of sin:
+
+    the first half of a head turns by -sin times the second, the second by +sin times the first.
+    """
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(n_ctx, dtype=torch.float32), frequency)
-    angle = torch.cat([angle, angle], dim=-1)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys (B, H, T, K) by tables (T, K), or (B, 1, T, K) where rows differ."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    """Rotary embedding of heads (B, H, T, K) by tables (T, K), or (B, 1, T, K) where rows differ."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: (..., I), (O, I), (O,) -> (..., O).
+
+    A decoding step streams every weight past a few rows, and there the default BLAS of a CPU reads large float32
+    matrices at half the speed of oneDNN, which knows no gradient and no autocast here. All else is F.linear's.
+    """
+    if (
+        min(weight.shape) < 256  # oneDNN's fixed cost, about 15 us a call, is not earned back
+        or not HAS_ONEDNN
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or weight.dtype is not torch.float32
+        or weight.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class Linear(nn.Linear):
+    """nn.Linear through `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -40,13 +70,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, bias: bool = False) -> None:
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=bias)
+        self.out = Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        heads = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim).transpose(1, 2)
+        qk, v = heads.split([2 * self.n_head, self.n_head], dim=1)
+        q, k = rotate(qk, cos, sin).to(v.dtype).chunk(2, dim=1)  # each (B, H, T, K), as v
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if cache is None else cache.attend(q, k, v)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
@@ -58,8 +89,8 @@ class MLP(nn.Module):
         super().__init__()
         if config.d_ff is None:
             raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
-        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.gate_up = Linear(config.d_model, 2 * config.d_ff, bias=bias)
+        self.down = Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -112,7 +143,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
         self.final_norm = build_norm(norm, config, "final")
         bias = needs_bias(norm, config, "final")
-        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=bias)
+        self.head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=bias)
         cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -146,7 +177,7 @@ class Decoder(nn.Module):
     def readout(self, h: Tensor) -> Tensor:
         """h_L (B, T, D) -> logits (B, T, V)."""
         x = self.final_norm(h)
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        return product(x, self.embed.weight) if self.head is None else self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.readout(self.trunk(tokens))

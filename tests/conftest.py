@@ -56,6 +56,8 @@ NORMS: dict[str, dict[str, Any]] = {
     "all_taper": {"kind": "taper", "name": "all_taper", "sites": ["attn", "mlp", "final"]},
     "final_taper": {"kind": "taper", "name": "final_taper", "sites": ["final"]},
     "none": {"kind": "none", "name": "none"},
+    "dyt": {"kind": "dyt", "name": "dyt"},
+    "derf": {"kind": "derf", "name": "derf"},
 }
 
 

@@ -22,7 +22,8 @@ ALLOWED = {
     "cache": set(),
     "model": {"cache", "config", "gate", "norms"},
     "dynamics": {"anchor", "model"},
-    "generate": {"cache", "config", "model"},
+    "lean": set(),
+    "generate": {"cache", "config", "lean", "model"},
     "checkpoint": {"config", "gate", "model", "tokenizer"},
     "fold": {"config", "device", "gate", "model", "norms"},
 }

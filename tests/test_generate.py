@@ -118,12 +118,12 @@ def test_a_prompt_is_read_by_the_very_forward_of_training() -> None:
 def test_the_cache_is_no_state_of_the_model_and_follows_its_precision() -> None:
     model = model_of("baseline").float()
     before = list(model.state_dict())
-    assert model.new_cache(1, 4).layers[0].keys.dtype == torch.float32
+    assert model.new_cache(1, 4).store.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache = model.new_cache(1, 4)
         h = model.trunk(torch.tensor([[1, 2]]), cache=cache)
         h = torch.cat([h, model.trunk(torch.tensor([[3]]), cache=cache)], dim=1)
-        assert cache.layers[0].keys.dtype == torch.bfloat16
+        assert cache.store.dtype == torch.bfloat16
         torch.testing.assert_close(h, model.trunk(torch.tensor([[1, 2, 3]])), rtol=0.05, atol=0.02)
     assert list(model.state_dict()) == before
     with pytest.raises(ValueError, match="33 slots: the model has 32 positions"):
@@ -257,7 +257,7 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])
 def drawn(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, n: int = 1000) -> list[float]:
     """Share of each id of the distribution P over draws that are spread evenly."""
     draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    counts = Counter(choose(P.log().expand(n, 4), draws, temperature, top_k, top_p))
+    counts = Counter(choose(P.log().expand(n, 4), draws, temperature, top_k, top_p).tolist())
     return [counts[token] / n for token in range(4)]
 
 

@@ -1,0 +1,60 @@
+"""A model without nn.Module around it computes the same, bit for bit, and calls the hooks that are there."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tapernorm.config import Config, resolve
+from tapernorm.fold import fold
+from tapernorm.gate import Phase
+from tapernorm.generate import generate
+from tapernorm.lean import lean
+from tapernorm.model import Linear, build_model
+
+TOKENS = torch.arange(60).view(3, 20)
+
+
+@pytest.mark.parametrize("family", ["rms", "layer"])
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("norm", ["baseline", "internal_taper", "all_taper", "none", "dyt", "derf"])
+@torch.no_grad()
+def test_the_same_numbers(tiny: Callable[..., Config], norm: str, phase: Phase, family: str) -> None:
+    config = tiny(norm=norm, model={"norm_family": family, "init_std": 0.2})
+    unfolded = build_model(resolve(config, 300)).eval()
+    unfolded.set_gate({Phase.NORMALIZED: 1.0, Phase.TAPERING: 0.3, Phase.TAPERED: 0.0}[phase], phase)
+    tapered = phase is Phase.TAPERED or not unfolded.taper_norms()
+    for model in [unfolded, fold(unfolded)] if tapered else [unfolded]:
+        plain = lean(model)
+        assert not isinstance(plain, nn.Module)
+        assert torch.equal(plain(TOKENS), model(TOKENS))
+        caches = [plain.new_cache(3), model.new_cache(3)]
+        for part in TOKENS.split([7, 1, 12], 1):
+            ours, reference = plain.trunk(part, cache=caches[0]), model.trunk(part, cache=caches[1])
+            assert torch.equal(plain.readout(ours), model.readout(reference))
+
+
+def test_the_tensors_are_shared_and_hooks_are_called(tiny: Callable[..., Config]) -> None:
+    model = build_model(resolve(tiny(), 300)).eval()
+    plain = lean(model)
+    before = plain(TOKENS)
+    with torch.no_grad():
+        model.embed.weight.mul_(2)
+    assert not torch.equal(plain(TOKENS), before)
+    heard: list[Tensor] = []
+    model.blocks[1].mlp.down.register_forward_hook(lambda module, inputs, output: heard.append(output))
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: heard.append(inputs[0]))
+    generate(model, [[1, 2, 3]], 4)
+    assert len(heard) == 8
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_big_products_without_a_gradient_are_the_same_up_to_rounding(bias: bool) -> None:
+    layer, x = Linear(256, 300, bias=bias), torch.randn(2, 3, 256)
+    with torch.no_grad():
+        fast = layer(x)
+        reference = layer.double()(x.double())
+    assert (fast - reference).abs().max() < 1e-5
+    layer.float()(x).sum().backward()
+    assert layer.weight.grad is not None
