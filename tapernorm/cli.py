@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tapernorm import faults, run, sweep
 from tapernorm.config import (
+    BenchmarkConfig,
     Config,
     ConfigError,
     DatasetConfig,
@@ -145,6 +146,15 @@ def generate(tree: DictConfig) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def benchmark(tree: DictConfig) -> None:
+    """The task of scripts/benchmark_decode.py."""
+    with faults.in_one_line(BenchmarkConfig):
+        config = validate(absolute_paths(plain(tree), Path(HydraConfig.get().runtime.cwd)), BenchmarkConfig)
+        from tapernorm import bench  # torch: only once the command line is known to be right
+
+        bench.benchmark(config)
+
+
 def plain(tree: DictConfig) -> dict[str, Any]:
     """The composed tree as plain data, interpolations resolved; '???' stays, for `build` to name."""
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
@@ -199,6 +209,7 @@ def register() -> None:
     store.store(name="schema", node=tree, provider="tapernorm")
     store.store(name="schema_evaluate", node=_defaults(EvaluateConfig), provider="tapernorm")
     store.store(name="schema_generate", node=_defaults(GenerateConfig), provider="tapernorm")
+    store.store(name="schema_benchmark", node=to_dict(BenchmarkConfig()), provider="tapernorm")
     store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
 
 

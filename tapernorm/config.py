@@ -400,6 +400,42 @@ class GenerateConfig:
     stream: bool = meaning("print text as it is produced", True)
 
 
+ArmName = Literal[
+    "baseline",
+    "baseline_again",
+    "baseline_gain_folded",
+    "internal_taper",
+    "internal_taper_folded",
+    "all_taper_folded",
+    "no_norms",
+]
+ARMS: tuple[ArmName, ...] = typing.get_args(ArmName)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class BenchmarkConfig:
+    """What scripts/benchmark_decode.py can be told."""
+
+    model: ModelConfig = meaning("the shape; random weights unless a checkpoint is given", ModelConfig())
+    checkpoint: str | None = meaning("directory of a run or checkpoint whose shape and weights to use", None)
+    arms: tuple[ArmName, ...] = meaning("what is compared; the first one is the reference of the speed-ups", ARMS)
+    batch_sizes: tuple[PositiveInt, ...] = meaning("sequences that are decoded side by side", (1, 8))
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = meaning("of the weights", ("float32", "bfloat16"))
+    modes: tuple[Literal["eager", "compile", "cuda_graph"], ...] | None = meaning(
+        "null: eager and compile, on a CUDA device also cuda_graph", None
+    )
+    prompt_tokens: PositiveInt = meaning("tokens of the prompt", 64)
+    new_tokens: PositiveInt = meaning("tokens decoded per sample of the time", 16)
+    repeats: PositiveInt = meaning("samples per arm and placement in memory", 30)
+    placements: PositiveInt = meaning("times that all arms are copied to new memory (eager and cuda_graph)", 5)
+    peer: bool = meaning("also compare generate() with transformers' on a Llama with the same weights", True)
+    minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
+    seed: NonNegativeInt = meaning("of weights, prompts and order", 0)
+    threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    out: str = meaning("where to write the result as JSON; the table goes beside it as .md", "benchmark.json")
+
+
 def build(tree: Mapping[str, Any]) -> Config:
     """Check a plain nested mapping against the training schema and return the frozen configuration.
 

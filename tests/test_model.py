@@ -6,53 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config import Config, build, resolve
+from tapernorm.config import Config, ConfigError, build, resolve
+from tapernorm.hf import to_llama
 from tapernorm.model import Decoder, build_model
 from tapernorm.norms import TaperNorm
 
 
-def llama_with_weights_of(model: Decoder) -> nn.Module:
-    """transformers' LlamaForCausalLM with this model's matrices and gains."""
-    transformers = pytest.importorskip("transformers")
-    config = model.config
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_head,
-            max_position_embeddings=config.n_ctx,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied,
-            attention_bias=False,
-        )
-    ).eval()
-    state = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.final_norm.weight}
-    for i, block in enumerate(model.blocks):
-        name = f"model.layers.{i}"
-        q, k, v = block.attn.qkv.weight.chunk(3)
-        gate, up = block.mlp.gate_up.weight.chunk(2)
-        state |= {
-            f"{name}.self_attn.q_proj.weight": q,
-            f"{name}.self_attn.k_proj.weight": k,
-            f"{name}.self_attn.v_proj.weight": v,
-            f"{name}.self_attn.o_proj.weight": block.attn.out.weight,
-            f"{name}.mlp.gate_proj.weight": gate,
-            f"{name}.mlp.up_proj.weight": up,
-            f"{name}.mlp.down_proj.weight": block.mlp.down.weight,
-            f"{name}.input_layernorm.weight": block.attn_norm.weight,
-            f"{name}.post_attention_layernorm.weight": block.mlp_norm.weight,
-        }
-    state["lm_head.weight"] = model.embed.weight if model.head is None else model.head.weight
-    llama.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, strict=True)
-    return llama
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_baseline_equals_transformers_llama(tiny: Callable[..., Config], tied: bool) -> None:
+    pytest.importorskip("transformers")
     config = resolve(tiny(norm="baseline", model={"tied": tied}), 300)
     model = build_model(config)
     for parameter in model.parameters():
@@ -62,7 +24,7 @@ def test_baseline_equals_transformers_llama(tiny: Callable[..., Config], tied: b
             parameter.data *= 10  # logits of order one, so that the comparison means something
     tokens = torch.randint(0, 300, (3, 32))
     with torch.no_grad():
-        ours, theirs = model(tokens), llama_with_weights_of(model)(tokens).logits
+        ours, theirs = model(tokens), to_llama(model.eval())(tokens).logits
     assert ours.abs().max() > 1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * ours.abs().max().item())
 
@@ -102,3 +64,10 @@ def test_the_radial_input_changes_no_number(tiny: Callable[..., Config]) -> None
     assert torch.equal(plain, observed)
     assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters() if p.grad is not None)
     assert log_scale.grad is not None
+
+
+def test_only_a_baseline_of_rms_norms_is_a_llama(tiny: Callable[..., Config]) -> None:
+    pytest.importorskip("transformers")
+    for sections in ({"norm": "all_taper"}, {"norm": "baseline", "model": {"norm_family": "layer"}}):
+        with pytest.raises(ConfigError, match=r"Llama has an RMSNorm with a gain at 0\.attn"):
+            to_llama(build_model(resolve(tiny(**sections), 300)))

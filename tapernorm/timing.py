@@ -1,0 +1,78 @@
+"""Timings that can be believed: arms interleaved in random order, ratios of medians, bootstrap intervals."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """median(a) / median(b) with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """Ratio of the medians of paired samples (n,), with a percentile bootstrap interval.
+
+    The i-th of both were measured in the same round, so a resample takes both: what slows a whole round down cancels.
+    """
+    numerator, denominator = np.asarray(a), np.asarray(b)
+    n = len(numerator)
+    draws = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+    ratios = np.median(numerator[draws], axis=1) / np.median(denominator[draws], axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Ratio(float(np.median(numerator) / np.median(denominator)), float(low), float(high))
+
+
+def interleave(
+    arms: Mapping[str, Callable[[], float]],
+    rounds: int,
+    order: random.Random,
+    done: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Run every arm once a round, in a new random order each time; an arm returns what it measured.
+
+    `done` is called after each arm.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name in order.sample(list(arms), len(arms)):
+            samples[name].append(arms[name]())
+            done()
+    return samples
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Wall time of `work`, on a GPU until it has really been done."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def copy_bandwidth(device: torch.device, n_bytes: int = 2**28) -> float:
+    """Bytes per second that a copy of a large buffer reads and writes, the best of ten."""
+    source = torch.empty(n_bytes // 4, dtype=torch.float32, device=device).zero_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    best = min(seconds(lambda: target.copy_(source), device) for _ in range(10))
+    return 2 * source.numel() * source.element_size() / best
