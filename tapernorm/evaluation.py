@@ -107,16 +107,18 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     keep_freed_memory()
     if config.out and not Path(config.out).parent.is_dir():
         raise ConfigError(f"out={config.out}: there is no directory {Path(config.out).parent}")
-    given = [config.checkpoint] if isinstance(config.checkpoint, str) else config.checkpoint
+    given = [config.checkpoint] if isinstance(config.checkpoint, str) else [*config.checkpoint]
     if not given:
         raise ConfigError("checkpoint=[] names none; give the directory of a run, as in checkpoint=runs/RUN")
-    paths = checkpoints.find_all([config.baseline, *given] if config.baseline else given, say)
+    if config.baseline is not None:
+        given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+    paths = checkpoints.find_all(given, say)
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
     if len(paths) > 1:
         return _evaluate_several(config, paths, device, say)
     (path,) = paths
-    report = measure(config, path, *labels(paths), device, say)[0].report
+    report = measure(config, path, labels(paths)[0], device, say)[0].report
     for line in _details(report):
         say(line)
     own = "evaluation.json" if config.dataset is None else f"evaluation-{config.dataset.name}.json"
