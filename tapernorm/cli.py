@@ -6,6 +6,7 @@ directory. Exit codes: 0 done, 1 a run failed, 2 the configuration or command li
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import typing
@@ -85,6 +86,9 @@ def launch(
     `description` is the head of --help, `schema` what the composed tree is checked against, `shown` the keys that
     --help lists.
     """
+    for stream in (sys.stdout, sys.stderr):  # one that lacks a character gets a question mark, not an error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(description or "", schema, shown))
         return

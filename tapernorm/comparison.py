@@ -38,16 +38,19 @@ def labels(paths: Sequence[Path]) -> list[str]:
 def compare(models: Sequence[Measured], say: Callable[[str], None] = print) -> None:
     """Add `versus_baseline` to every report but the first's, print the table and say what cannot be compared."""
     baseline = models[0]
+    remarks: dict[str, None] = {}  # a folded model's is that of the unfolded
     for model in models[1:]:
         found = difference(model.losses, baseline.losses)
         if isinstance(found, str):
-            say(f"{model.report['label']}: not compared with {baseline.report['label']}: {found}")
+            remarks[f"{model.report['label']}: not compared with {baseline.report['label']}: {found}"] = None
             found = {"not_compared": found}
         model.report["versus_baseline"] = found
     print_table([_row(model.report) for model in models], COLUMNS, FORMATS, n_left=2)
-    losses = [f"{model.report['label']} has {bad:,}" for model in models if (bad := model.report["nonfinite"])]
-    if losses:
-        say(f"losses that are not finite: {', '.join(losses)}")
+    for model in models:
+        if model.report["nonfinite"]:
+            remarks[f"{model.report['label']}: {model.report['nonfinite']:,} losses are not finite"] = None
+    for remark in remarks:
+        say(remark)
     say(
         "loss in nats/token ± standard error over documents; difference to the first row, paired by document, "
         "in nats/token unless another unit is named"

@@ -118,7 +118,7 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     if len(paths) > 1:
         return _evaluate_several(config, paths, device, say)
     (path,) = paths
-    report = measure(config, path, labels(paths)[0], device, say)[0].report
+    report = measure(Subject.load(config, path, labels(paths)[0], device, say), config, say)[0].report
     for line in _details(report):
         say(line)
     own = "evaluation.json" if config.dataset is None else f"evaluation-{config.dataset.name}.json"
@@ -136,14 +136,14 @@ def _evaluate_several(
     config = dataclasses.replace(config, samples=config.samples or 0)
     said: set[str] = set()
 
-    def say_once(line: str) -> None:  # checkpoints share their text
+    def say_once(line: str) -> None:
         if line not in said:
             said.add(line)
             say(line)
 
     models: list[Measured] = []
     for label, path in zip(labels(paths), paths, strict=True):
-        models += measure(config, path, label, device, say_once)
+        models += measure(Subject.load(config, path, label, device, say_once), config, say)
     compare(models, say)
     report = {
         "baseline": models[0].report["label"],
@@ -153,60 +153,120 @@ def _evaluate_several(
     return _write(Path(config.out) if config.out else above / "comparison.json", report, say)
 
 
-def measure(
-    config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None] = print
-) -> list[Measured]:
-    """The checkpoint's model on its text and, if wanted, the folded model, whose report is the first's `folded`."""
-    model, trained, tokenizer = checkpoints.load_model(path, device)
-    meta = checkpoints.read_meta(path)
-    folded = _fold(config, path, model)  # refused before anything slow happens
-    trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
-    text = _text(config, path, trained, tokenizer, meta["data"], say)
-    inputs, targets = _windows(config, trained, text)
-    dtype = pick_dtype(trained.trainer.dtype, device)
-    say(f"checkpoint {path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
-    losses = _losses(config, model, inputs, targets, dtype, tokenizer)
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint's model and the text that it is evaluated on, in windows (N, T)."""
+
+    label: str
+    path: Path
+    meta: dict[str, Any]
+    model: Decoder
+    trained: Config
+    tokenizer: Tokenizer
+    folded: Decoder | None
+    text: TokenFile
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def load(
+        cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
+    ) -> Subject:
+        """`say` gets what there is to say about the text."""
+        model, trained, tokenizer = checkpoints.load_model(path, device)
+        meta = checkpoints.read_meta(path)
+        folded = _fold(config, path, model)  # refused before anything slow happens
+        trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
+        text = _text(config, path, trained, tokenizer, meta["data"], say)
+        return cls(label, path, meta, model, trained, tokenizer, folded, text, *_windows(config, trained, text))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return pick_dtype(self.trained.trainer.dtype, self.device)
+
+    def losses(self, model: Decoder, config: EvaluateConfig) -> Losses:
+        """Losses by token of this or the folded model, with a progress bar or lines if it takes long."""
+        progress = Progress(len(self.inputs), mode=config.progress, unit="window", delay=LONG)
+        start, total, windows = time.monotonic(), 0.0, 0
+
+        def show(losses: Tensor) -> None:
+            nonlocal total, windows
+            total += losses.double().sum().item()
+            windows += len(losses)
+            tokens = windows * losses.shape[1]
+            progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
+
+        try:
+            autocast = autocast_on(self.device, self.dtype)
+            nats = token_losses(model, self.inputs, self.targets, config.batch_size, autocast, show)
+        finally:
+            progress.close()
+        document = document_of(self.inputs.flatten().numpy(), self.tokenizer.eot)
+        return Losses(nats.flatten().double().numpy(), self.targets.flatten().numpy(), document, self.tokenizer)
+
+
+def measure(subject: Subject, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
+    """The checkpoint's model and, if wanted, the folded one, whose report is also the first's `folded`."""
+    meta, norm = subject.meta, subject.trained.norm.name
+    say(
+        f"checkpoint {subject.path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {norm}, device {subject.device}"
+    )
+    losses = subject.losses(subject.model, config)
     report: dict[str, Any] = {
-        "label": label,
-        "checkpoint": str(path),
+        "label": subject.label,
+        "checkpoint": str(subject.path),
         "step": meta["step"],
         "gate": meta["gate"],
-        "norm": trained.norm.name,
-        "anchor": trained.anchor.kind,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "norm": norm,
+        "anchor": subject.trained.anchor.kind,
+        "device": str(subject.device),
+        "dtype": str(subject.dtype).removeprefix("torch."),
         "data": {
-            "name": text.path.parent.name,
+            "name": subject.text.path.parent.name,
             "own": config.dataset is None,
-            "documents": text.n_documents,
-            "tokens": text.n_tokens,
+            "documents": subject.text.n_documents,
+            "tokens": subject.text.n_tokens,
         },
         **losses.statistics(),
         "worst": losses.worst(config.worst),
-        "samples": _samples(config, model, tokenizer, say),
+        "samples": _samples(config, subject.model, subject.tokenizer, say),
         "folded": None,
     }
     say(f"validation loss {_headline(report)}, over {report['tokens']:,} tokens of {report['documents']:,} documents")
-    if folded is None:
-        return [Measured(losses, report)]
-    after = _losses(config, folded, inputs, targets, dtype, tokenizer)
-    proof = certificate(model, folded, inputs[: max(1, CERTIFICATE_TOKENS // trained.model.n_ctx)])
-    statistics = after.statistics()
-    report["folded"] = {
-        "label": label,
-        "step": meta["step"],
+    models = [Measured(losses, report)]
+    if subject.folded is not None:
+        models.append(_measure_folded(subject, subject.folded, config, report["loss"], say))
+        report["folded"] = models[1].report
+    return models
+
+
+def _measure_folded(
+    subject: Subject, folded: Decoder, config: EvaluateConfig, unfolded_loss: float, say: Callable[[str], None]
+) -> Measured:
+    losses = subject.losses(folded, config)
+    statistics = losses.statistics()
+    difference = statistics["loss"] - unfolded_loss
+    windows = max(1, CERTIFICATE_TOKENS // folded.config.n_ctx)
+    proof = certificate(subject.model, folded, subject.inputs[:windows])
+    say(f"folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
+    if config.save_folded:
+        save_folded(Path(config.save_folded), folded, subject.trained, subject.tokenizer, subject.meta, proof)
+        say(f"folded checkpoint written to {config.save_folded}")
+    report = {
+        "label": subject.label,
+        "step": subject.meta["step"],
         "norm": folded.norm_config.name,
         "gains": config.fold_gains,
         **statistics,
-        "difference": statistics["loss"] - report["loss"],
-        "worst": after.worst(config.worst),
+        "difference": difference,
+        "worst": losses.worst(config.worst),
         "certificate": proof,
     }
-    say(f"folded: validation loss {_headline(statistics)} (difference {report['folded']['difference']:+.2g})")
-    if config.save_folded:
-        save_folded(Path(config.save_folded), folded, trained, tokenizer, meta, proof)
-        say(f"folded checkpoint written to {config.save_folded}")
-    return [Measured(losses, report), Measured(after, report["folded"])]
+    return Measured(losses, report)
 
 
 def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
@@ -241,29 +301,6 @@ def _windows(config: EvaluateConfig, trained: Config, text: TokenFile) -> tuple[
         raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
     usual = trained.trainer.val_tokens if config.dataset is None else max(text.n_tokens, n_ctx)
     return validation_windows(text.tokens, n_ctx, config.tokens or usual)
-
-
-def _losses(
-    config: EvaluateConfig, model: Decoder, inputs: Tensor, targets: Tensor, dtype: torch.dtype, tokenizer: Tokenizer
-) -> Losses:
-    """Losses by token, with a progress bar or lines if it takes long."""
-    progress = Progress(len(inputs), mode=config.progress, unit="window", delay=LONG)
-    start, total, windows = time.monotonic(), 0.0, 0
-
-    def show(losses: Tensor) -> None:
-        nonlocal total, windows
-        total += losses.double().sum().item()
-        windows += len(losses)
-        tokens = windows * losses.shape[1]
-        progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
-
-    try:
-        autocast = autocast_on(model.embed.weight.device, dtype)
-        nats = token_losses(model, inputs, targets, config.batch_size, autocast, show)
-    finally:
-        progress.close()
-    document = document_of(inputs.flatten().numpy(), tokenizer.eot)
-    return Losses(nats.flatten().double().numpy(), targets.flatten().numpy(), document, tokenizer)
 
 
 def _samples(config: EvaluateConfig, model: Decoder, tokenizer: Tokenizer, say: Callable[[str], None]) -> list[str]:

@@ -24,6 +24,9 @@ ALLOWED = {
     "dynamics": {"anchor", "model"},
     "generate": {"cache", "config", "model"},
     "checkpoint": {"config", "gate", "model", "tokenizer"},
+    "losses": {"tokenizer"},
+    "table": set(),
+    "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import sys
@@ -179,7 +180,7 @@ def test_losses_that_are_not_finite_are_counted_and_do_not_raise(byte_run: Path,
     assert any(f"{report['nonfinite']} of 256 losses are not finite" in line for line in said)
     both = measured({"checkpoint": (str(byte_run), checkpoint)}, said.append)
     assert both["checkpoints"][1]["versus_baseline"]["mean"] is None
-    assert f"losses that are not finite: spoilt has {report['nonfinite']}" in said
+    assert f"spoilt: {report['nonfinite']} losses are not finite" in said
 
 
 def test_bits_per_byte_of_a_byte_model(byte_run: Path) -> None:
@@ -344,6 +345,20 @@ def test_a_long_evaluation_shows_its_progress(
     assert lines[-1].startswith(f"window 8/8  100 %  loss {report['loss']:.3f}  ") and "ETA 0:00" in lines[-1]
     measured({"checkpoint": str(byte_run), "progress": "none"})
     assert capsys.readouterr().err == ""
+
+
+def test_a_console_without_the_characters(byte_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (byte_run.parent / "accents.txt").write_text("Zoë " * 30, encoding="utf-8")
+    monkeypatch.chdir(byte_run.parent)
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate.py", "checkpoint=run", "device=cpu", "dataset=text", "dataset.valid=accents.txt"]
+    )
+    runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
+    console.flush()
+    assert b"Zo? Zo?" in console.buffer.getvalue()
+    assert "oë Zoë" in json.loads((byte_run / "evaluation-text.json").read_text("utf-8"))["worst"]["mean"][0]["excerpt"]
 
 
 def test_the_command_line(
