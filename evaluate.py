@@ -1,22 +1,27 @@
-"""Evaluate a checkpoint: validation loss and samples, folded or not; one JSON beside the run.
+"""Evaluate checkpoints: losses with errors, tails and worst documents, samples, folded models, comparisons; one JSON.
 
 Examples:
   python evaluate.py checkpoint=runs/RUN
   python evaluate.py checkpoint=runs/RUN fold=true save_folded=runs/RUN-folded
-  python evaluate.py checkpoint=runs/RUN/checkpoints/step-00000300 prompt='Once upon a time' samples=5
+  python evaluate.py checkpoint=runs/RUN dataset=text dataset.valid=other.txt
+  python evaluate.py checkpoint=runs/sweeps/NAME baseline=runs/sweeps/NAME/norm-baseline_seed-0
+  python evaluate.py 'checkpoint=[runs/A,runs/B]' 'out=a-and-b.json'
+  python evaluate.py 'checkpoint=runs/*-s0'
 """
 
 import hydra
 from omegaconf import DictConfig
 
 from tapernorm import cli
-from tapernorm.config import EvaluateConfig, all_keys
+from tapernorm.config import EvaluateConfig, fields_of
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")
-def main(tree: DictConfig) -> float:
-    return cli.evaluate(tree)
+def main(tree: DictConfig) -> None:
+    cli.evaluate(tree)
 
 
 if __name__ == "__main__":
-    cli.launch(main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in all_keys(EvaluateConfig)])
+    cli.launch(
+        main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in fields_of("", schema=EvaluateConfig)]
+    )

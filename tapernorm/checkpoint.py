@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,52 @@ def find(path: Path, say: Callable[[str], None] = print) -> Path:
     if found is None:
         raise ConfigError(f"checkpoint {path}: neither a checkpoint nor a run with a valid one in checkpoints/")
     return found
+
+
+def find_all(given: Sequence[str], say: Callable[[str], None] = print) -> list[Path]:
+    """The checkpoints meant by directories of runs, of checkpoints or of many of them, and by patterns; each once.
+
+    A sweep's directory, like any that is neither run nor checkpoint but holds such, means all it holds, in the order
+    of their names. What a directory or pattern holds beyond valid checkpoints is named and left out. Raises
+    ConfigError, one line, for an item that means none.
+    """
+    found: dict[Path, None] = {}
+    for item in given:
+        members = _members(Path(item))
+        if members is None:
+            found[find(Path(item), say)] = None
+            continue
+        usable: dict[Path, None] = {}
+        for member in members:
+            try:
+                usable[find(member, say)] = None
+            except ConfigError as problem:
+                say(f"left out: {problem}")
+        if not usable:
+            raise ConfigError(f"checkpoint {item}: no run or checkpoint that can be evaluated")
+        found.update(usable)
+    return list(found)
+
+
+def _members(path: Path) -> list[Path] | None:
+    """The directories that a pattern or a directory of runs or checkpoints means; None if `path` is one itself."""
+    if not path.exists() and glob.has_magic(str(path)):
+        matches = sorted(Path(name) for name in glob.glob(str(path)) if Path(name).is_dir())  # noqa: PTH207
+        return [member for match in matches for member in _members(match) or [match]]
+    if _is_one(path) or not path.is_dir():
+        return None
+    children = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return children if any(map(_is_one, children)) else None
+
+
+def _is_one(path: Path) -> bool:
+    """Whether this is the directory of a run or of a checkpoint, valid or not."""
+    return path.name.startswith("step-") or (path / "checkpoints").is_dir() or (path / "meta.json").is_file()
+
+
+def run_directory(path: Path) -> Path:
+    """The run that a checkpoint belongs to; one that stands alone is its own."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def read_meta(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ directory. Exit codes: 0 done, 1 a run failed, 2 the configuration or command li
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import typing
@@ -30,6 +31,7 @@ from tapernorm.config import (
     GenerateConfig,
     NormConfig,
     all_keys,
+    fields_of,
     leaves,
     to_dict,
     validate,
@@ -67,6 +69,7 @@ PATH_KEYS = (
     "cache_dir",
     "resume",
     "checkpoint",
+    "baseline",
     "save_folded",
     "out",
 )
@@ -84,6 +87,9 @@ def launch(
     `description` is the head of --help, `schema` what the composed tree is checked against, `shown` the keys that
     --help lists.
     """
+    for stream in (sys.stdout, sys.stderr):  # one that lacks a character gets a question mark, not an error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(description or "", schema, shown))
         return
@@ -121,14 +127,24 @@ def train(tree: DictConfig) -> float | None:
     return summary.get("val_loss")
 
 
-def evaluate(tree: DictConfig) -> float:
-    """The task of evaluate.py. Returns the validation loss."""
+def evaluate(tree: DictConfig) -> None:
+    """The task of evaluate.py."""
     with faults.in_one_line(EvaluateConfig):
-        given = plain(tree)
-        config = validate(absolute_paths(given, Path(HydraConfig.get().runtime.cwd)), EvaluateConfig)
+        composed = _only_validation(plain(tree))
+        config = validate(absolute_paths(composed, Path(HydraConfig.get().runtime.cwd)), EvaluateConfig)
         from tapernorm.evaluation import evaluate_checkpoint  # torch: only once the command line is known to be right
 
-        return evaluate_checkpoint(config)["loss"]
+        evaluate_checkpoint(config)
+
+
+def _only_validation(tree: dict[str, Any]) -> dict[str, Any]:
+    """Evaluation reads no training text: of `dataset=text` it needs dataset.valid, or held_out of dataset.train."""
+    dataset = tree.get("dataset")
+    if not isinstance(dataset, dict) or dataset.get("train") != "???":
+        return tree
+    if dataset["valid"] is None:
+        raise ConfigError("dataset.valid is missing: name the text to evaluate on, as in dataset.valid=...")
+    return {**tree, "dataset": {**dataset, "train": dataset["valid"]}}
 
 
 def generate(tree: DictConfig) -> None:
@@ -237,12 +253,14 @@ def _hydra_settings() -> HydraConf:
 
 def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     """The page of --help: description, groups with their choices, keys with default and meaning."""
-    rows = dict(all_keys(schema))
+    fields = dict(fields_of("", schema=schema))
+    rows = dict(all_keys(schema)) | fields
     defaults = dict(leaves(to_dict(Config()) if schema is Config else _defaults(schema)))
     lines = [description.strip()]
-    if schema is Config:
+    folders = [path for path in CONFIGS.iterdir() if path.is_dir() and (schema is Config or path.name in fields)]
+    if folders:
         lines += ["", "Groups (group=choice):"]
-        for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
+        for folder in sorted(folders):
             choices = sorted(path.stem for path in folder.glob("*.yaml"))
             lines.append(f"  {folder.name:<12} {', '.join(choices)}")
     lines += ["", "Keys (key=value), with their defaults:"]

@@ -367,19 +367,32 @@ class Config:
 class EvaluateConfig:
     """What evaluate.py can be told; everything else comes from the checkpoint."""
 
-    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
-    tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training", None)
+    checkpoint: str | tuple[str, ...] = meaning(
+        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, or a list of them"
+    )
+    baseline: str | None = meaning("run or checkpoint that the others are compared with; null: the first", None)
+    dataset: Annotated[DatasetConfig, Field(discriminator="kind")] | None = meaning(
+        "a group: other text to evaluate on, its validation split; null: the checkpoint's own", None
+    )
+    tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training, or all of other text", None)
     batch_size: PositiveInt = meaning("sequences per forward; does not change the loss", 8)
-    samples: NonNegativeInt = meaning("stories to print", 3)
+    worst: NonNegativeInt = meaning("documents to list, by their mean and by their total loss", 3)
+    samples: NonNegativeInt | None = meaning("stories to print; null: 3, or none when checkpoints are compared", None)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     prompt: str = meaning("text that the samples continue", "")
     temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
     seed: NonNegativeInt = meaning("of sampling", 0)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
     cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
     fold: bool = meaning("evaluate the folded model too, and certify that it computes the same", False)
+    fold_gains: bool = meaning(
+        "fold the gains of the norms that stay, too, which unties a tied head if the final norm stays", True
+    )
     save_folded: str | None = meaning("new directory for the folded model as a checkpoint; implies fold", None)
-    out: str | None = meaning("where to write the result as JSON; null: evaluation.json in the checkpoint's run", None)
+    out: str | None = meaning(
+        "where to write the result as JSON; null: evaluation.json in the run, or comparison.json above several", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)

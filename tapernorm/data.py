@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from tapernorm.config import (
 from tapernorm.sources import COUNTS, Source, empty_report, hash_files, open_source
 from tapernorm.tokenizer import Tokenizer, build_tokenizer
 
+REPORT = "report.json"
+Entry = TypeVar("Entry")  # what is read from an entry of the cache
 FORMAT = 1  # of the files in a cache entry and of the cleaning; a change makes every entry be prepared anew
 
 
@@ -91,42 +93,100 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
 
     threads: of the encoder; the result does not depend on it. Raises ConfigError for missing or unreadable data.
     """
-    from filelock import FileLock, Timeout
-
     dataset = config.dataset
     vocab_size = config.tokenizer.vocab_size or max(257, dataset.vocab_size)
     tokenizer = dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
     source = open_source(config)
     entry = cache_root(config) / f"{dataset.name}-{_key(source, tokenizer)}"
-    prepared, fault = _open_entry(entry)
+
+    def fill(work: Path) -> None:
+        _fill_entry(work, source, tokenizer, _Progress(config, say), threads or _usual_threads())
+
+    prepared, made = _from_cache(entry, dataset.name, fill, _read_entry, _summary, say)
+    if made:
+        _say_findings(prepared.report, say)
+        _say_small_vocabulary(prepared, tokenizer, say)
+    return prepared
+
+
+def prepare_valid(
+    config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = print, threads: int | None = None
+) -> TokenFile:
+    """The validation stories of config.dataset, encoded with a tokenizer that is there already, from the cache or now.
+
+    The training stories are not read, so none is dropped for being among them. Raises ConfigError as `prepare` does.
+    """
+    name = config.dataset.name
+    source = open_source(config)
+    parts = {"format": FORMAT, "source": source.identity, "fingerprint": tokenizer.fingerprint}
+    entry = cache_root(config) / f"{name}-valid-{_hash(parts)}"
+
+    def fill(work: Path) -> None:
+        progress, report = _Progress(config, say), empty_report()
+        try:
+            _encode_split(
+                "valid",
+                source.clean("valid", report, set()),
+                work / "valid.bin",
+                tokenizer=tokenizer,
+                progress=progress,
+                threads=threads or _usual_threads(),
+                report=report,
+            )
+        finally:
+            progress.close()
+        if not report["documents"]:
+            raise ConfigError(f"dataset {name}: there is no story to evaluate on ({_found(report)})")
+        _write_report(work, {"valid": report, "source": source.where})
+
+    def summary(name: str, verb: str, valid: TokenFile) -> str:
+        return f"dataset {name}: {verb} {valid.n_documents:,} stories, {valid.n_tokens:,} tokens for validation"
+
+    valid, made = _from_cache(entry, name, fill, lambda entry: TokenFile.open(entry / "valid.bin"), summary, say)
+    if made:
+        _say_findings(json.loads((entry / REPORT).read_text(encoding="utf-8")), say)
+    return valid
+
+
+def _from_cache(
+    entry: Path,
+    name: str,
+    fill: Callable[[Path], None],
+    read: Callable[[Path], Entry],
+    summary: Callable[[str, str, Entry], str],
+    say: Callable[[str], None],
+) -> tuple[Entry, bool]:
+    """(What `read` finds in the cache's entry, whether it was made now), made by `fill` in one process at a time."""
+    from filelock import FileLock, Timeout
+
+    prepared, fault = _open_entry(entry, read)
     if prepared is not None:
-        say(f"{_summary(dataset.name, 'reused', prepared)} ({entry})")
-        return prepared
+        say(f"{summary(name, 'reused', prepared)} ({entry})")
+        return prepared, False
     lock = FileLock(f"{entry}.lock")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0.5)
         except Timeout:
-            say(f"dataset {dataset.name}: waiting for another process that prepares {entry}")
+            say(f"dataset {name}: waiting for another process that prepares {entry}")
             lock.acquire()
     except OSError as error:
         raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
     try:
-        prepared, fault = _open_entry(entry)
+        prepared, fault = _open_entry(entry, read)
         if prepared is not None:
-            say(f"{_summary(dataset.name, 'reused', prepared)} ({entry}, just made by another process)")
-            return prepared
+            say(f"{summary(name, 'reused', prepared)} ({entry}, just made by another process)")
+            return prepared, False
         if fault:
-            say(f"dataset {dataset.name}: {entry} is damaged ({fault}); preparing it again")
+            say(f"dataset {name}: {entry} is damaged ({fault}); preparing it again")
         started = time.monotonic()
-        _build_entry(entry, source, tokenizer, _Progress(config, say), threads or min(8, os.cpu_count() or 1))
-        prepared, fault = _open_entry(entry)
+        _make_entry(entry, fill)
+        prepared, fault = _open_entry(entry, read)
         if prepared is None:
             raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
-        say(f"{_summary(dataset.name, 'prepared', prepared)} in {time.monotonic() - started:.1f} s ({entry})")
-        _say_findings(prepared, tokenizer, say)
-        return prepared
+        say(f"{summary(name, 'prepared', prepared)} in {time.monotonic() - started:.1f} s ({entry})")
+        return prepared, True
     finally:
         lock.release()
 
@@ -134,7 +194,7 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
 def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
     """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
     entry = cache_root(config) / f"{config.dataset.name}-{key}"
-    prepared, _ = _open_entry(entry)
+    prepared, _ = _open_entry(entry, _read_entry)
     if prepared is not None:
         say(f"{_summary(config.dataset.name, 'reused', prepared)} ({entry})")
     return prepared
@@ -153,31 +213,54 @@ def _key(source: Source, tokenizer: TokenizerConfig) -> str:
         parts["ranks"] = hash_files([Path(tokenizer.ranks).expanduser()], "tokenizer.ranks")
     elif tokenizer.kind == "bpe":
         parts |= {"vocab_size": tokenizer.vocab_size, "train_bytes": tokenizer.train_bytes}
+    return _hash(parts)
+
+
+def _hash(parts: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _open_entry(entry: Path) -> tuple[Prepared | None, str]:
-    """The prepared entry, or None and what is wrong with it ('' when it does not exist)."""
+def _usual_threads() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
+def _open_entry(entry: Path, read: Callable[[Path], Entry]) -> tuple[Entry | None, str]:
+    """What `read` finds in the entry, or None and what is wrong with it ('' when it does not exist)."""
     if not entry.is_dir():
         return None, ""
     try:
-        train, valid = TokenFile.open(entry / "train.bin"), TokenFile.open(entry / "valid.bin")
-        tokenizer = Tokenizer.load(entry)
-        report = json.loads((entry / "report.json").read_text(encoding="utf-8"))
-        if not train.vocab_size == valid.vocab_size == tokenizer.n_vocab:
-            raise ValueError("the vocabularies differ")
+        return read(entry), ""
     except OSError as error:
         return None, f"{Path(error.filename or entry).name}: {error.strerror}"
     except (ValueError, KeyError) as error:
         return None, str(error)
-    return Prepared(train, valid, tokenizer, report, entry), ""
 
 
-def _build_entry(entry: Path, source: Source, tokenizer: TokenizerConfig, progress: _Progress, threads: int) -> None:
-    """Write a whole entry under a temporary name and rename it; the caller holds the entry's lock."""
+def _read_entry(entry: Path) -> Prepared:
+    train, valid = TokenFile.open(entry / "train.bin"), TokenFile.open(entry / "valid.bin")
+    tokenizer = Tokenizer.load(entry)
+    report = json.loads((entry / REPORT).read_text(encoding="utf-8"))
+    if not train.vocab_size == valid.vocab_size == tokenizer.n_vocab:
+        raise ValueError("the vocabularies differ")
+    return Prepared(train, valid, tokenizer, report, entry)
+
+
+def _make_entry(entry: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write a whole entry under a temporary name and rename it; the caller holds the entry's lock."""
     for left in entry.parent.glob(f"{glob.escape(entry.name)}.tmp-*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
+    try:
+        fill(work)
+        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+        work.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+        work.rename(entry)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _fill_entry(work: Path, source: Source, tokenizer: TokenizerConfig, progress: _Progress, threads: int) -> None:
+    """Write both splits, the tokenizer and the report into the directory `work`."""
     try:
         seen: set[int] = set()
         reports = {split: empty_report() for split in ("train", "valid")}
@@ -189,20 +272,22 @@ def _build_entry(entry: Path, source: Source, tokenizer: TokenizerConfig, progre
         encode = functools.partial(_encode_split, tokenizer=built, progress=progress, threads=threads)
         encode("train", itertools.chain(_release(consumed), train), work / "train.bin", report=reports["train"])
         if not reports["train"]["documents"]:
-            counts = reports["train"]
-            found = ", ".join(f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items())
-            raise ConfigError(f"{source.where}: there is no story to train on ({found})")
+            raise ConfigError(f"{source.where}: there is no story to train on ({_found(reports['train'])})")
         valid_seen: set[int] = set()
         valid = source.clean("valid", reports["valid"], valid_seen, in_train=seen)
         encode("valid", valid, work / "valid.bin", report=reports["valid"])
-        report = {**reports, "tokenizer": {"name": built.name, "n_vocab": built.n_vocab}, "source": source.where}
-        _write(work / "report.json", json.dumps(report, indent=2, ensure_ascii=False).encode())
-        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-        work.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        work.rename(entry)
+        described = {"name": built.name, "n_vocab": built.n_vocab}
+        _write_report(work, {**reports, "tokenizer": described, "source": source.where})
     finally:
         progress.close()
-        shutil.rmtree(work, ignore_errors=True)
+
+
+def _found(report: dict[str, Any]) -> str:
+    return ", ".join(f"{report[name]:,} {meaning}" for name, meaning in COUNTS.items())
+
+
+def _write_report(work: Path, report: dict[str, Any]) -> None:
+    _write(work / REPORT, json.dumps(report, indent=2, ensure_ascii=False).encode())
 
 
 def _encode_split(
@@ -286,15 +371,19 @@ def _summary(name: str, verb: str, prepared: Prepared) -> str:
     )
 
 
-def _say_findings(prepared: Prepared, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> None:
-    """What the cleaning changed, and a vocabulary that came out smaller than asked for; nothing when all is well."""
+def _say_findings(report: dict[str, Any], say: Callable[[str], None]) -> None:
+    """What the cleaning changed; nothing when all is well."""
     for split in ("train", "valid"):
-        counts = prepared.report[split]
+        counts = report.get(split, empty_report())
         found = [f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items() if counts[name]]
         if counts["bad_bytes"]:
             found.append("the first byte that is not UTF-8: {file} line {line}".format(**counts["bad_bytes"][0]))
         if found:
             say(f"  {split}: {', '.join(found)}")
+
+
+def _say_small_vocabulary(prepared: Prepared, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> None:
+    """A trained vocabulary that came out smaller than asked for."""
     trained = tokenizer.kind == "bpe" and tokenizer.ranks is None
     if trained and prepared.tokenizer.n_vocab != tokenizer.vocab_size:
         asked = f"{tokenizer.vocab_size:,}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
+from tapernorm.comparison import Measured, compare, labels, plus_minus
 from tapernorm.config import Config, ConfigError, EvaluateConfig
-from tapernorm.data import prepare, reuse, validation_windows
+from tapernorm.data import TokenFile, prepare, prepare_valid, reuse, validation_windows
 from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
 from tapernorm.fold import certificate, describe, fold
-from tapernorm.generate import generate
+from tapernorm.generate import NotFinite, generate
+from tapernorm.losses import Losses, document_of, perplexity
 from tapernorm.model import Decoder
 from tapernorm.tokenizer import Tokenizer
-from tapernorm.tracking import finite
+from tapernorm.tracking import Progress, finite
 
 CERTIFICATE_TOKENS = 2048  # enough to meet large logits; three precisions, two models, logits in float64
+USUAL_SAMPLES = 3
+LONG = 5.0  # seconds after which an evaluation shows its progress
+TAILS = {"median": "median", "99 %": "p99", "99.9 %": "p99_9", "max": "max"}
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,37 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
 
 @torch.no_grad()
+def token_losses(
+    model: Decoder,
+    inputs: Tensor,
+    targets: Tensor,
+    batch_size: int = 8,
+    autocast: AbstractContextManager | None = None,
+    on_batch: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Cross-entropy (N, T) of every token of windows (N, T), in nats: float32 on the CPU, finite or not.
+
+    Runs the uncompiled model; the model's mode is restored. `on_batch` sees each batch's losses.
+    """
+    device = model.embed.weight.device
+    was_training = model.training
+    model.eval()
+    parts = []
+    with autocast or nullcontext():
+        for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+            logits = model(x.to(device)).flatten(0, 1).float()
+            losses = F.cross_entropy(logits, y.flatten().to(device), reduction="none").cpu().view_as(y)
+            parts.append(losses)
+            if on_batch:
+                on_batch(losses)
+    model.train(was_training)
+    return torch.cat(parts)
+
+
 def evaluate(
     model: Decoder,
     inputs: Tensor,
@@ -51,95 +84,282 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over windows (N, T). Every token counts once, so the batch size does not matter (beyond rounding).
 
-    The sum runs in float64 on the CPU. Runs the uncompiled model; the model's mode is restored.
+    The sum runs in float64 on the CPU.
     """
-    device = model.embed.weight.device
-    was_training = model.training
-    model.eval()
     total = 0.0
-    with autocast or nullcontext():
-        for start in range(0, inputs.shape[0], batch_size):
-            logits = model(inputs[start : start + batch_size].to(device))
-            wanted = targets[start : start + batch_size].to(device)
-            losses = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
-            total += losses.cpu().double().sum().item()
-    model.train(was_training)
+    for losses in token_losses(model, inputs, targets, batch_size, autocast).split(batch_size):
+        total += losses.double().sum().item()
     return Evaluation(loss=total / targets.numel(), tokens=targets.numel())
 
 
-def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Validation loss and samples of a run's or checkpoint's directory; nothing else needs to be known.
+# ---------------------------------------------------------------------------------------------------------- evaluate.py
 
-    The loss is the one that training reported for that step. With `fold` the folded model is evaluated beside it and
-    certified, with `save_folded` also saved. Writes one JSON. Raises ConfigError, one line, for a path without a valid
-    checkpoint, for data whose tokenizer is not the checkpoint's and for a model that cannot be folded.
+
+def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Losses of a checkpoint on validation text, worst documents and samples; or of several, with their differences.
+
+    On the checkpoint's own text the loss is the one that training reported for that step. With `fold` the folded model
+    is evaluated beside it and certified, with `save_folded` also saved. Writes one JSON and returns it; docs/metrics.md
+    defines its fields. Raises ConfigError, one line, for a path without a valid checkpoint, for text that cannot be
+    read or is not that of training, and for a model that cannot be folded; losses that are not finite never raise.
     """
     device = pick_device(config.device, "device")
     keep_freed_memory()
-    given = Path(config.checkpoint)
-    path = checkpoints.find(given, say)
-    model, trained, tokenizer = checkpoints.load_model(path, device)
-    meta = checkpoints.read_meta(path)
+    if config.out and not Path(config.out).parent.is_dir():
+        raise ConfigError(f"out={config.out}: there is no directory {Path(config.out).parent}")
+    given = [config.checkpoint] if isinstance(config.checkpoint, str) else [*config.checkpoint]
+    if not given:
+        raise ConfigError("checkpoint=[] names none; give the directory of a run, as in checkpoint=runs/RUN")
+    if config.baseline is not None:
+        given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+    paths = checkpoints.find_all(given, say)
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
-    folded = fold(model) if config.fold or config.save_folded else None  # refused before anything slow happens
-    trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
-    data = reuse(trained, meta["data"], say) or prepare(trained, say)
-    if data.key != meta["data"]:
-        raise ConfigError(f"checkpoint {path}: the data set has changed since training ({meta['data']} -> {data.key})")
-    dtype = pick_dtype(trained.trainer.dtype, device)
-    inputs, targets = validation_windows(
-        data.valid.tokens, trained.model.n_ctx, config.tokens or trained.trainer.val_tokens
-    )
-    say(f"checkpoint {path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
-    result = evaluate(model, inputs, targets, config.batch_size, autocast_on(device, dtype))
-    say(
-        f"validation loss {result.loss:.4f} nats/token (perplexity {result.perplexity:.2f}) "
-        f"over {result.tokens:,} tokens"
-    )
-    folding: dict[str, Any] = {}
-    if folded is not None:
-        after = evaluate(folded, inputs, targets, config.batch_size, autocast_on(device, dtype))
-        proof = certificate(model, folded, inputs[: max(1, CERTIFICATE_TOKENS // trained.model.n_ctx)])
-        folding = {"loss": after.loss, "difference": after.loss - result.loss, "certificate": proof}
-        say(f"folded: validation loss {after.loss:.4f} nats/token (difference {after.loss - result.loss:+.2g})")
-        for line in describe(proof):
+    if len(paths) > 1:
+        return _evaluate_several(config, paths, device, say)
+    (path,) = paths
+    report = measure(Subject.load(config, path, labels(paths)[0], device, say), config, say)[0].report
+    for line in _details(report):
+        say(line)
+    own = "evaluation.json" if config.dataset is None else f"evaluation-{config.dataset.name}.json"
+    return _write(Path(config.out) if config.out else checkpoints.run_directory(path) / own, report, say)
+
+
+def _evaluate_several(
+    config: EvaluateConfig, paths: Sequence[Path], device: torch.device, say: Callable[[str], None]
+) -> dict[str, Any]:
+    if config.save_folded:
+        raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
+    if config.fold:  # refused before anything slow happens
+        for path in paths:
+            _fold(config, path, checkpoints.load_model(path)[0])
+    config = dataclasses.replace(config, samples=config.samples or 0)
+    said: set[str] = set()
+
+    def say_once(line: str) -> None:
+        if line not in said:
+            said.add(line)
             say(line)
-        if config.save_folded:
-            save_folded(Path(config.save_folded), folded, trained, tokenizer, meta, proof)
-            say(f"folded checkpoint written to {config.save_folded}")
+
+    models: list[Measured] = []
+    for label, path in zip(labels(paths), paths, strict=True):
+        models += measure(Subject.load(config, path, label, device, say_once), config, say)
+    compare(models, say)
+    report = {
+        "baseline": models[0].report["label"],
+        "checkpoints": [model.report for model in models if "checkpoint" in model.report],  # the folded lie in these
+    }
+    above = Path(os.path.commonpath([checkpoints.run_directory(path) for path in paths]))
+    return _write(Path(config.out) if config.out else above / "comparison.json", report, say)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint's model and the text that it is evaluated on, in windows (N, T)."""
+
+    label: str
+    path: Path
+    meta: dict[str, Any]
+    model: Decoder
+    trained: Config
+    tokenizer: Tokenizer
+    folded: Decoder | None
+    text: TokenFile
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def load(
+        cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
+    ) -> Subject:
+        """`say` gets what there is to say about the text."""
+        model, trained, tokenizer = checkpoints.load_model(path, device)
+        meta = checkpoints.read_meta(path)
+        folded = _fold(config, path, model)  # refused before anything slow happens
+        trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
+        text = _text(config, path, trained, tokenizer, meta["data"], say)
+        return cls(label, path, meta, model, trained, tokenizer, folded, text, *_windows(config, trained, text))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return pick_dtype(self.trained.trainer.dtype, self.device)
+
+    def losses(self, model: Decoder, config: EvaluateConfig) -> Losses:
+        """Losses by token of this or the folded model, with a progress bar or lines if it takes long."""
+        progress = Progress(len(self.inputs), mode=config.progress, unit="window", delay=LONG)
+        start, total, windows = time.monotonic(), 0.0, 0
+
+        def show(losses: Tensor) -> None:
+            nonlocal total, windows
+            total += losses.double().sum().item()
+            windows += len(losses)
+            tokens = windows * losses.shape[1]
+            progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
+
+        try:
+            autocast = autocast_on(self.device, self.dtype)
+            nats = token_losses(model, self.inputs, self.targets, config.batch_size, autocast, show)
+        finally:
+            progress.close()
+        document = document_of(self.inputs.flatten().numpy(), self.tokenizer.eot)
+        return Losses(nats.flatten().double().numpy(), self.targets.flatten().numpy(), document, self.tokenizer)
+
+
+def measure(subject: Subject, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
+    """The checkpoint's model and, if wanted, the folded one, whose report is also the first's `folded`."""
+    meta, norm = subject.meta, subject.trained.norm.name
+    say(
+        f"checkpoint {subject.path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {norm}, device {subject.device}"
+    )
+    losses = subject.losses(subject.model, config)
+    report: dict[str, Any] = {
+        "label": subject.label,
+        "checkpoint": str(subject.path),
+        "step": meta["step"],
+        "gate": meta["gate"],
+        "norm": norm,
+        "anchor": subject.trained.anchor.kind,
+        "device": str(subject.device),
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "data": {
+            "name": subject.text.path.parent.name,
+            "own": config.dataset is None,
+            "documents": subject.text.n_documents,
+            "tokens": subject.text.n_tokens,
+        },
+        **losses.statistics(),
+        "worst": losses.worst(config.worst),
+        "samples": _samples(config, subject.model, subject.tokenizer, say),
+        "folded": None,
+    }
+    say(f"validation loss {_headline(report)}, over {report['tokens']:,} tokens of {report['documents']:,} documents")
+    models = [Measured(losses, report)]
+    if subject.folded is not None:
+        models.append(_measure_folded(subject, subject.folded, config, report["loss"], say))
+        report["folded"] = models[1].report
+    return models
+
+
+def _measure_folded(
+    subject: Subject, folded: Decoder, config: EvaluateConfig, unfolded_loss: float, say: Callable[[str], None]
+) -> Measured:
+    losses = subject.losses(folded, config)
+    statistics = losses.statistics()
+    difference = statistics["loss"] - unfolded_loss
+    windows = max(1, CERTIFICATE_TOKENS // folded.config.n_ctx)
+    proof = certificate(subject.model, folded, subject.inputs[:windows])
+    say(f"folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
+    if config.save_folded:
+        save_folded(Path(config.save_folded), folded, subject.trained, subject.tokenizer, subject.meta, proof)
+        say(f"folded checkpoint written to {config.save_folded}")
+    report = {
+        "label": subject.label,
+        "step": subject.meta["step"],
+        "norm": folded.norm_config.name,
+        "gains": config.fold_gains,
+        **statistics,
+        "difference": difference,
+        "worst": losses.worst(config.worst),
+        "certificate": proof,
+    }
+    return Measured(losses, report)
+
+
+def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
+    if not (config.fold or config.save_folded):
+        return None
+    try:
+        return fold(model, gains=config.fold_gains)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint {path}: {error}") from None
+
+
+def _text(
+    config: EvaluateConfig, path: Path, trained: Config, tokenizer: Tokenizer, key: str, say: Callable[[str], None]
+) -> TokenFile:
+    """The validation tokens: of the text that was trained on, which must be the same still, or of config.dataset."""
+    if config.dataset is not None:
+        text = prepare_valid(dataclasses.replace(trained, dataset=config.dataset), tokenizer, say)
+        say(f"evaluating on dataset {config.dataset.name} as given, not on the validation text of training")
+        return text
+    data = reuse(trained, key, say) or prepare(trained, say)
+    if data.key != key:
+        raise ConfigError(
+            f"checkpoint {path}: the data set has changed since training ({key} -> {data.key}); name another one with "
+            "dataset=... to evaluate on that"
+        )
+    return data.valid
+
+
+def _windows(config: EvaluateConfig, trained: Config, text: TokenFile) -> tuple[Tensor, Tensor]:
+    n_ctx = trained.model.n_ctx
+    if config.tokens is not None and config.tokens < n_ctx:
+        raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
+    usual = trained.trainer.val_tokens if config.dataset is None else max(text.n_tokens, n_ctx)
+    return validation_windows(text.tokens, n_ctx, config.tokens or usual)
+
+
+def _samples(config: EvaluateConfig, model: Decoder, tokenizer: Tokenizer, say: Callable[[str], None]) -> list[str]:
+    count = USUAL_SAMPLES if config.samples is None else config.samples
+    if not count:
+        return []
     prompt = [tokenizer.eot, *tokenizer.encode(config.prompt)]
-    texts = []
-    if config.samples:
-        length = min(config.sample_tokens, max(1, trained.model.n_ctx - len(prompt)))
+    length = min(config.sample_tokens, max(1, model.config.n_ctx - len(prompt)))
+    try:
         rows = generate(
             model,
-            [prompt] * config.samples,
+            [prompt] * count,
             length,
             eot=tokenizer.eot,
             temperature=config.temperature,
             seed=config.seed,
         )
-        texts = [config.prompt + tokenizer.decode(row) for row in rows]
-    for number, text in enumerate(texts, 1):
-        say(f"sample {number}: {' '.join(text.split())}")
-    report = {
-        "checkpoint": str(path),
-        "step": meta["step"],
-        "gate": meta["gate"],
-        "norm": trained.norm.name,
-        "anchor": trained.anchor.kind,
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "tokens": result.tokens,
-        "samples": texts,
-        "folded": folding or None,
-    }
-    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
-    out = Path(config.out) if config.out else run_dir / "evaluation.json"
-    out.write_text(json.dumps(finite(report), indent=1) + "\n")
-    say(f"written to {out}")
-    return report
+    except NotFinite as error:  # the losses are still worth reporting
+        say(f"warning: no samples: {error}")
+        return []
+    return [config.prompt + tokenizer.decode(row) for row in rows]
+
+
+# -------------------------------------------------------------------------------------------------------------- reports
+
+
+def _headline(statistics: Mapping[str, Any]) -> str:
+    return (
+        f"{plus_minus(statistics['loss'], statistics['loss_se'])} nats/token "
+        f"(perplexity {statistics['perplexity']:.2f}, {statistics['bits_per_byte']:.4f} bits/byte)"
+    )
+
+
+def _details(report: Mapping[str, Any]) -> Iterator[str]:
+    """Everything about one checkpoint that `measure` has not said, for people to read."""
+    yield "  of a token: " + ", ".join(f"{name} {report[key]:.4g}" for name, key in TAILS.items())
+    if report["nonfinite"]:
+        yield f"  {report['nonfinite']:,} of {report['tokens']:,} losses are not finite, so the mean is not either"
+    for order, documents in report["worst"].items():
+        for found in documents:
+            yield (
+                f"  worst by {order}: document {found['document']}, {found['tokens']} tokens, "
+                f"mean {found['loss']:.4g}, total {found['total']:.4g}, max {found['max']:.4g}: {found['excerpt']}"
+            )
+    if report["folded"]:
+        yield from describe(report["folded"]["certificate"])
+    for number, text in enumerate(report["samples"], 1):
+        yield f"sample {number}: {' '.join(text.split())}"
+
+
+def _write(path: Path, report: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Write the report as JSON, which has null for what is not finite, and return it so."""
+    plain = finite(dict(report))
+    try:
+        path.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out={path} cannot be written: {error.strerror}") from None
+    say(f"written to {path}")
+    return plain
 
 
 def save_folded(

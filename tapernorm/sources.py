@@ -168,9 +168,8 @@ def _toy_source(dataset: ToyDatasetConfig) -> Source:
 
 
 def _text_source(dataset: TextDatasetConfig) -> Source:
-    files = {"train": _find_files("dataset.train", dataset.train)}
-    if dataset.valid is not None:
-        files["valid"] = _find_files("dataset.valid", dataset.valid)
+    named = {"valid": dataset.valid, "train": dataset.train}
+    files = {split: _find_files(f"dataset.{split}", value) for split, value in named.items() if value is not None}
     hashes = {split: hash_files(paths, f"dataset.{split}") for split, paths in files.items()}
     held_out = dataset.held_out if dataset.valid is None else None
 

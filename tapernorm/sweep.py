@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from tapernorm import faults, run
 from tapernorm.config import ConfigError, build, resolve
+from tapernorm.table import print_table
 
 LONGEST_NAME = 100
 # Not part of a job's identity: they say where and how it runs.
@@ -222,7 +222,7 @@ def report() -> bool:
         return False
     sweep, started = started, None
     rows = rows_of(sweep)
-    print_table(rows)
+    print_table(rows, COLUMNS, FORMATS, n_left=4)
     incomplete = [row for row in rows if row["failed"]]
     stopped = [row for row in incomplete if row["status"] in ("interrupted", "not run")]
     for row in incomplete:
@@ -234,6 +234,7 @@ def report() -> bool:
 
 
 COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "drift", "steps", "seconds")
+FORMATS = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "drift": "{:+.2f}", "seconds": "{:.1f}"}
 
 
 def rows_of(sweep: Sweep) -> list[run.Tree]:
@@ -277,19 +278,3 @@ def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
         file = directory / "summary.json"
         return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
     return saved.summary or {"status": "interrupted"}, saved.resolved
-
-
-def print_table(rows: Sequence[run.Tree]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in COLUMNS[:4] else "right", no_wrap=True)
-    formats = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "drift": "{:+.2f}", "seconds": "{:.1f}"}
-    for row in rows:
-        cells = {column: row[column] for column in COLUMNS}
-        table.add_row(*("" if cell is None else formats.get(name, "{}").format(cell) for name, cell in cells.items()))
-    # As wide as it needs to be: a cut name or number is of no use.
-    Console(width=1000, highlight=False, file=sys.stdout, markup=False).print(table)

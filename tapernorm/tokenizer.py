@@ -86,7 +86,11 @@ class Tokenizer:
 
         ids: an integer sequence, array or CPU tensor of any shape, all in [0, n_vocab).
         """
-        return int(self._lengths[np.asarray(ids, dtype=np.int64)].sum())
+        return int(self.byte_lengths(ids).sum())
+
+    def byte_lengths(self, ids: Sequence[int] | np.ndarray | Any) -> np.ndarray:
+        """UTF-8 bytes of each id, in the shape of `ids`; see `n_bytes`."""
+        return self._lengths[np.asarray(ids, dtype=np.int64)]
 
     def save(self, directory: str | Path) -> None:
         """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""

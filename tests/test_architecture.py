@@ -27,6 +27,9 @@ ALLOWED = {
     "checkpoint": {"config", "gate", "model", "tokenizer"},
     "timing": set(),
     "hf": {"config", "model"},
+    "losses": {"tokenizer"},
+    "table": set(),
+    "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
 }
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, EvaluateConfig, resolve, validate
+from tapernorm import evaluation
+from tapernorm.cli import CONFIGS
+from tapernorm.config import Config, ConfigError, EvaluateConfig, TextDatasetConfig, resolve, validate
 from tapernorm.evaluation import evaluate, evaluate_checkpoint
 from tapernorm.generate import generate
 from tapernorm.model import build_model
@@ -20,6 +28,7 @@ from tests.test_training import run
 def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Config], tmp_path: Path) -> None:
     summary = run(tiny(norm="all_taper"), tmp_path)
     said: list[str] = []
+    reports: list[dict[str, Any]] = []
     for batch_size in (1, 3, 8):
         config = EvaluateConfig(
             checkpoint=str(tmp_path), batch_size=batch_size, samples=1, sample_tokens=20, device="cpu"
@@ -27,7 +36,10 @@ def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Confi
         report = evaluate_checkpoint(config, said.append)
         assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
         assert report["tokens"] == 256
-    assert (tmp_path / "evaluation.json").is_file()
+        reports.append(report)
+    for name in ("loss", "median", "p99", "p99_9", "max", "bits_per_byte"):
+        assert len({round(report[name], 5) for report in reports}) == 1, name
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == reports[-1]
     assert any("256 tokens" in line for line in said)
     # A checkpoint of the middle of the taper is evaluated with that step's gate.
     middle = tmp_path / "checkpoints" / "step-00000016"
@@ -86,3 +98,295 @@ def test_faults_of_the_command(tmp_path: Path) -> None:
         validate({"checkpoint": "x", "batchsize": 3}, EvaluateConfig)
     with pytest.raises(ConfigError, match="no such directory"):
         evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path / "x"), device="cpu"))
+
+
+# ------------------------------------------------------------------------------------------------- a trained byte model
+
+
+def measured(config: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    return evaluate_checkpoint(EvaluateConfig(**{"samples": 0, "device": "cpu", **config}), say)
+
+
+@pytest.fixture(scope="module")
+def story() -> Callable[[int], str]:
+    return lambda i: f"The cat number {i} sat on the mat and looked at the {('moon', 'sun', 'sea')[i % 3]}."
+
+
+@pytest.fixture
+def byte_run(tiny: Callable[..., Config], story: Callable[[int], str], tmp_path: Path) -> Path:
+    """A fully tapered model of bytes, trained for a moment on little stories that train.txt and valid.txt keep."""
+    (tmp_path / "train.txt").write_text("\n".join(map(story, range(100, 200))))
+    (tmp_path / "valid.txt").write_text("\n".join(map(story, range(40))))
+    dataset = {"kind": "text", **{split: str(tmp_path / f"{split}.txt") for split in ("train", "valid")}}
+    config = tiny(norm="all_taper", model={"tied": False}, dataset=dataset, tokenizer={"kind": "bytes"})
+    run(config, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def altered(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a run's newest checkpoint with other weights."""
+    path = checkpoints.find(source)
+    weights = checkpoints.read_weights(path)
+    change(weights)
+    meta = checkpoints.read_meta(path)
+    return checkpoints.write(
+        target,
+        meta["step"],
+        model=weights,
+        training=None,
+        config=checkpoints.read_config(path),
+        tokenizer=checkpoints.load_model(path)[2],
+        meta={key: meta[key] for key in ("gate", "data")},
+    )
+
+
+def texts(file: Path) -> TextDatasetConfig:
+    return TextDatasetConfig(train=str(file), valid=str(file))
+
+
+def test_P33_one_extreme_document(byte_run: Path, story: Callable[[int], str], tmp_path: Path) -> None:
+    """A token that a model without norms cannot stand: the mean blows up, the median does not; the list names it."""
+
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["embed.weight"][ord("~")] = 1e4
+
+    checkpoint = str(altered(byte_run, tmp_path / "touchy", enlarge))
+    stories = [story(i) for i in range(40)]
+    files = {"plain": tmp_path / "plain.txt", "extreme": tmp_path / "extreme.txt"}
+    files["plain"].write_text("\n".join(stories))
+    files["extreme"].write_text("\n".join([*stories[:25], "Tim said " + "~" * 90, *stories[25:]]))
+    plain, extreme = (measured({"checkpoint": checkpoint, "dataset": texts(files[name])}) for name in files)
+    assert extreme["documents"] == plain["documents"] + 1 == 41
+    assert extreme["loss"] > 100 * plain["loss"]
+    assert extreme["median"] == pytest.approx(plain["median"], abs=0.3)
+    assert extreme["loss_se"] > 0.5 * extreme["loss"]  # one document carries it all
+    for order in ("mean", "total"):
+        worst = extreme["worst"][order][0]
+        assert worst["document"] == 25 and worst["excerpt"].startswith("Tim said ~~~~"), order
+    assert extreme["nonfinite"] == 0
+
+
+def test_losses_that_are_not_finite_are_counted_and_do_not_raise(byte_run: Path, tmp_path: Path) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["embed.weight"][ord("3")] = float("nan")
+
+    said: list[str] = []
+    checkpoint = str(altered(byte_run, tmp_path / "spoilt", spoil))
+    report = measured({"checkpoint": checkpoint, "fold": True, "worst": 1, "samples": 1, "prompt": "3"}, said.append)
+    assert 0 < report["nonfinite"] < report["tokens"] == 256
+    assert report["loss"] is report["loss_se"] is report["perplexity"] is report["bits_per_byte"] is None
+    assert report["samples"] == [] and any("no samples" in line for line in said)
+    assert report["folded"]["nonfinite"] == report["nonfinite"]
+    assert any(f"{report['nonfinite']} of 256 losses are not finite" in line for line in said)
+    both = measured({"checkpoint": (str(byte_run), checkpoint)}, said.append)
+    assert both["checkpoints"][1]["versus_baseline"]["mean"] is None
+    assert f"spoilt: {report['nonfinite']} losses are not finite" in said
+
+
+def test_bits_per_byte_of_a_byte_model(byte_run: Path) -> None:
+    report = measured({"checkpoint": str(byte_run)})
+    text = (byte_run.parent / "valid.txt").read_text().replace("\n", "\0")[1:257]  # the first token is not predicted
+    assert report["bytes"] == 256 - text.count("\0") and report["documents"] == text.count("\0") + 1
+    assert report["bits_per_byte"] == pytest.approx(report["loss"] / np.log(2) * report["tokens"] / report["bytes"])
+    assert report["data"]["own"] and report["data"]["documents"] == 40
+    assert report["data"]["tokens"] == (byte_run.parent / "valid.txt").stat().st_size + 1
+
+
+@pytest.mark.parametrize("norm", ["baseline", "internal_taper", "all_taper"])
+def test_folded_statistics_equal_the_unfolded(tiny: Callable[..., Config], tmp_path: Path, norm: str) -> None:
+    run(tiny(norm=norm, trainer={"val_tokens": 4096}), tmp_path)
+    report = measured({"checkpoint": str(tmp_path), "fold": True})
+    folded = report["folded"]
+    for name in ("loss", "loss_se", "median", "p99", "p99_9", "max", "bits_per_byte", "tokens", "documents", "bytes"):
+        assert folded[name] == pytest.approx(report[name], abs=1e-4), name
+    assert [found["document"] for found in folded["worst"]["total"]] == [
+        found["document"] for found in report["worst"]["total"]
+    ]
+    assert folded["difference"] == pytest.approx(folded["loss"] - report["loss"])
+    assert folded["gains"] is True and folded["certificate"]["head"] == "untied by folding"
+    without = measured({"checkpoint": str(tmp_path), "fold": True, "fold_gains": False})["folded"]
+    assert without["certificate"]["head"] == ("untied by folding" if norm == "all_taper" else "tied")
+    assert without["loss"] == pytest.approx(report["loss"], abs=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------- other text
+
+
+def test_other_text_with_the_checkpoints_tokenizer(byte_run: Path, story: Callable[[int], str], tmp_path: Path) -> None:
+    own = measured({"checkpoint": str(byte_run), "tokens": 10_000})
+    said: list[str] = []
+    given = {"checkpoint": str(byte_run), "dataset": texts(tmp_path / "valid.txt"), "cache_dir": str(tmp_path / "c")}
+    same = measured(given, said.append)
+    assert (same["loss"], same["tokens"]) == (own["loss"], own["tokens"])  # all of it, where nothing else is asked
+    assert (own["data"]["own"], same["data"]["own"]) == (True, False)
+    assert any("as given, not on the validation text of training" in line for line in said)
+    assert (byte_run / "evaluation-text.json").is_file() and (byte_run / "evaluation.json").is_file()
+    assert measured(given, said.append)["loss"] == same["loss"]
+    assert sum("dataset text: prepared" in line for line in said) == 1
+    assert sum("dataset text: reused" in line for line in said) == 1
+    # Text of training that is gone or changed stands in nobody's way, until it is asked for.
+    (tmp_path / "other.txt").write_text("\n".join(story(i) for i in range(500, 510)))
+    report = measured(
+        {"checkpoint": str(byte_run), "dataset": texts(tmp_path / "other.txt"), "cache_dir": str(tmp_path)}
+    )
+    assert report["documents"] == 10
+    (tmp_path / "valid.txt").write_text("changed\n" * 3)
+    with pytest.raises(ConfigError, match=r"the data set has changed since training .* dataset=\.\.\. to evaluate"):
+        measured({"checkpoint": str(byte_run), "cache_dir": str(tmp_path)})
+
+
+def test_faults_of_other_text(byte_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Hi.")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    for name, message in {
+        "short.txt": "the validation split has 4 tokens, one window needs",
+        "empty.txt": r"dataset text: there is no story to evaluate on \(2 empty",
+        "none.txt": r"dataset\.valid=.*none\.txt: no such file",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            measured({"checkpoint": str(byte_run), "dataset": texts(tmp_path / name)})
+
+
+# ---------------------------------------------------------------------------------------------------------- comparisons
+
+
+@pytest.fixture
+def sweep(tiny: Callable[..., Config], tmp_path: Path) -> Path:
+    for norm in ("all_taper", "baseline"):
+        run(tiny(norm=norm, trainer={"val_tokens": 4096}), tmp_path / "sweep" / norm)
+    (tmp_path / "sweep" / "failed").mkdir()
+    return tmp_path / "sweep"
+
+
+def test_a_sweep_against_its_baseline(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    report = measured({"checkpoint": str(sweep), "baseline": str(sweep / "baseline"), "fold": True}, said.append)
+    assert json.loads((sweep / "comparison.json").read_text()) == report
+    assert report["baseline"] == "baseline"
+    first, second = report["checkpoints"]
+    assert (first["label"], second["label"]) == ("baseline", "all_taper")
+    assert "versus_baseline" not in first and first["samples"] == []
+    assert any("left out" in line and "failed" in line for line in said)
+    # Each number is the single evaluation's, and the difference pairs by document.
+    alone = measured({"checkpoint": str(sweep / "all_taper")})
+    assert alone["loss"] == second["loss"] and alone["loss_se"] == second["loss_se"]
+    found = second["versus_baseline"]
+    assert found["mean"] == pytest.approx(second["loss"] - first["loss"])
+    assert found["low"] < found["mean"] < found["high"] and found["documents"] == second["documents"] > 5
+    assert second["folded"]["versus_baseline"]["mean"] == pytest.approx(found["mean"], abs=1e-5)
+    table = capsys.readouterr().out
+    assert table.count("all_taper_folded") == 1 and "difference (95 %)" in table
+    assert f"{found['mean']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})" in table
+    assert f"{second['loss']:.4f} ± {second['loss_se']:.4f}" in table
+
+
+def test_what_several_checkpoints_are_called_and_where_they_lie(sweep: Path) -> None:
+    def labels(*given: str, **keys: Any) -> list[str]:
+        report = measured({"checkpoint": given, **keys}, lambda line: None)
+        return [found["label"] for found in report["checkpoints"]]
+
+    out = str(sweep / "x.json")
+    assert labels(str(sweep / "*")) == ["all_taper", "baseline"]
+    assert labels(str(sweep / "*" / "checkpoints"), out=out)[:2] == [
+        "all_taper/step-00000016",
+        "all_taper/step-00000024",
+    ]
+    assert labels(str(sweep / "baseline"), str(sweep)) == ["baseline", "all_taper"]
+    assert len(json.loads(Path(out).read_text())["checkpoints"]) == 4
+
+
+def test_another_tokenizer_is_compared_in_bits_per_byte(
+    sweep: Path, byte_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    pair = (str(sweep / "baseline"), str(byte_run))
+    report = measured({"checkpoint": pair}, said.append)
+    assert report["checkpoints"][1]["versus_baseline"] == {
+        "not_compared": "another tokenizer and no two documents in common"
+    }
+    assert any("run: not compared with baseline" in line for line in said)
+    report = measured({"checkpoint": pair, "dataset": texts(byte_run.parent / "valid.txt")}, said.append)
+    first, second = report["checkpoints"]
+    found = second["versus_baseline"]
+    assert found["unit"] == "bits/byte" and 30 < found["documents"] < 40
+    assert found["mean"] == pytest.approx(second["bits_per_byte"] - first["bits_per_byte"], abs=0.1)
+    assert "bits/byte" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_faults_of_comparisons(sweep: Path, tmp_path: Path) -> None:
+    early = str(sweep / "all_taper" / "checkpoints" / "step-00000016")
+    for keys, message in [
+        ({"checkpoint": ()}, r"checkpoint=\[\] names none"),
+        ({"checkpoint": str(sweep / "none*")}, "none.*no run or checkpoint that can be evaluated"),
+        ({"checkpoint": str(tmp_path)}, "neither a checkpoint nor a run"),
+        ({"checkpoint": str(sweep), "baseline": str(sweep)}, "neither a checkpoint nor a run"),
+        ({"checkpoint": str(sweep), "save_folded": str(tmp_path / "f")}, "is for one checkpoint, and 2 are given"),
+        ({"checkpoint": (str(sweep), early), "fold": True}, "step-00000016: a model with an open gate"),
+        ({"checkpoint": str(sweep), "out": str(tmp_path / "no" / "x.json")}, "there is no directory"),
+        ({"checkpoint": str(sweep), "tokens": 3}, "tokens=3 is less than one context"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            measured(keys)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        measured({"checkpoint": str(sweep), "out": str(sweep)})
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+def test_a_long_evaluation_shows_its_progress(
+    byte_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured({"checkpoint": str(byte_run)})
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(evaluation, "LONG", 0.0)
+    report = measured({"checkpoint": str(byte_run), "batch_size": 1})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"window 8/8  100 %  loss {report['loss']:.3f}  ") and "ETA 0:00" in lines[-1]
+    measured({"checkpoint": str(byte_run), "progress": "none"})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_console_without_the_characters(byte_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (byte_run.parent / "accents.txt").write_text("Zoë " * 30, encoding="utf-8")
+    monkeypatch.chdir(byte_run.parent)
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate.py", "checkpoint=run", "device=cpu", "dataset=text", "dataset.valid=accents.txt"]
+    )
+    runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
+    console.flush()
+    assert b"Zo? Zo?" in console.buffer.getvalue()
+    assert "oë Zoë" in json.loads((byte_run / "evaluation-text.json").read_text("utf-8"))["worst"]["mean"][0]["excerpt"]
+
+
+def test_the_command_line(
+    byte_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "device=cpu", "samples=0", *arguments])
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
+        except SystemExit as stop:
+            return int(stop.code or 0), capsys.readouterr().err
+        return 0, capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    status, out = command("checkpoint=run", "dataset=text", "dataset.valid=valid.txt")
+    assert status == 0 and "over 2,240 tokens of 40 documents" in out
+    status, out = command("checkpoint=[run,run/checkpoints]", "baseline=run/checkpoints/step-00000024")
+    assert status == 0 and "run/step-00000016" in out and (tmp_path / "run" / "comparison.json").is_file()
+    assert command("checkpoint=run*", "fold=true", "fold_gains=false")[0] == 0
+    for arguments, message in {
+        ("dataset=text",): "dataset.valid is missing: name the text to evaluate on",
+        ("dataset=text", "dataset.valid=none.txt"): f"dataset.valid={tmp_path}/none.txt: no such file",
+        ("dataset=txt",): "did you mean dataset=text?",
+        ("dataset=text", "dataset.vald=x"): "did you mean 'dataset.valid'?",
+        ("dataset.valid=valid.txt",): "the chosen dataset has no key 'dataset.valid'; the kinds text have it",
+        ("foldgains=true",): "did you mean 'fold_gains'?",
+        ("checkpoint=[run,none]",): f"checkpoint {tmp_path}/none: no such directory",
+    }.items():
+        status, err = command("checkpoint=run", *arguments)
+        assert status == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
