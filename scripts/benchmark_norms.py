@@ -8,18 +8,19 @@ the ratio of medians with a 95 % bootstrap interval.
 
 import random
 import sys
-import time
+from functools import partial
+from statistics import median
 
-import numpy as np
 import torch
 from torch import nn
 
 from tapernorm.device import keep_freed_memory
 from tapernorm.gate import Phase
 from tapernorm.norms import TaperNorm
+from tapernorm.timing import interleave, ratio, seconds
 
 EPS, BATCH, TIME = 1e-6, 8, 512
-WARMUP, REPEATS, RESAMPLES = 30, 270, 1000
+WARMUP, REPEATS = 30, 270
 
 
 def taper(dim: int, gate: float, phase: Phase, recording: bool = False) -> TaperNorm:
@@ -29,8 +30,8 @@ def taper(dim: int, gate: float, phase: Phase, recording: bool = False) -> Taper
     return norm
 
 
-def measure(dim: int) -> dict[str, np.ndarray]:
-    """Seconds of every repeat of every arm, (REPEATS,) each, on a stream of shape (BATCH, TIME, dim)."""
+def measure(dim: int) -> dict[str, list[float]]:
+    """Seconds of every repeat of every arm, REPEATS each, on a stream of shape (BATCH, TIME, dim)."""
     h, gradient = torch.randn(BATCH, TIME, dim, requires_grad=True), torch.randn(BATCH, TIME, dim)
     arms: dict[str, nn.Module] = {
         "RMSNorm": nn.RMSNorm(dim, eps=EPS),
@@ -40,15 +41,16 @@ def measure(dim: int) -> dict[str, np.ndarray]:
         "tapering": taper(dim, 0.5, Phase.TAPERING),
         "tapered": taper(dim, 0.0, Phase.TAPERED),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+
+    def run(norm: nn.Module) -> float:
+        elapsed = seconds(lambda: norm(h).backward(gradient), h.device)
+        h.grad = None
+        return elapsed
+
+    runs = {name: partial(run, norm) for name, norm in arms.items()}
     order = random.Random(0)
-    for _ in range(WARMUP + REPEATS):
-        for name in order.sample(list(arms), len(arms)):
-            start = time.perf_counter()
-            arms[name](h).backward(gradient)
-            seconds[name].append(time.perf_counter() - start)
-            h.grad = None
-    return {name: np.array(values[WARMUP:]) for name, values in seconds.items()}
+    interleave(runs, WARMUP, order)
+    return interleave(runs, REPEATS, order)
 
 
 def main() -> None:
@@ -56,15 +58,12 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {BATCH} x {TIME} tokens")
     for dim in [int(argument) for argument in sys.argv[1:]] or [64, 512]:
-        seconds = measure(dim)
-        base, draws = seconds["RMSNorm"], np.random.default_rng(0).integers(REPEATS, size=(RESAMPLES, REPEATS))
-        for name, values in seconds.items():
-            ratios = np.median(values[draws], axis=1) / np.median(base[draws], axis=1)
-            low, high = np.quantile(ratios, [0.025, 0.975])
-            median = np.median(values)
+        samples = measure(dim)
+        for name, values in samples.items():
+            found = ratio(values, samples["RMSNorm"])
             print(
-                f"width {dim:4}  {name:<22} {1e6 * median:8.0f} us  {median / np.median(base):.2f} x RMSNorm  "
-                f"({low:.2f} to {high:.2f})"
+                f"width {dim:4}  {name:<22} {1e6 * median(values):8.0f} us  {found.value:.2f} x RMSNorm  "
+                f"({found.low:.2f} to {found.high:.2f})"
             )
 
 

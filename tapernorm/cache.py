@@ -21,8 +21,8 @@ class KVCache:
     """Keys and values (B, H, S, K) of every layer and the filled length (B,) of each row; all rows start empty.
 
     `extend` makes room for new tokens before a forward, `layers[i].attend` stores and attends, `truncate` forgets.
-    With `fixed`, every step attends to all S slots under a mask: slower, but of the same shapes at each step and with
-    no number of the host's in it, as graph capture and compilation want.
+    What is kept carries no gradient. With `fixed`, every step attends to all S slots under a mask: slower, but of the
+    same shapes at each step and with no number of the host's in it, as graph capture and compilation want.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class LayerCache:
         """Store the new tokens' k and v, and let q attend to all that is filled up to itself: each (B, H, T, K)."""
         cache = self.cache
         if cache.slots is None:
-            cache.fill[self.keys].copy_(k)
-            cache.fill[self.values].copy_(v)
+            cache.fill[self.keys].copy_(k.detach())
+            cache.fill[self.values].copy_(v.detach())
         else:
-            cache.store[self.keys, cache.rows, :, cache.slots] = k.transpose(1, 2)
-            cache.store[self.values, cache.rows, :, cache.slots] = v.transpose(1, 2)
+            cache.store[self.keys, cache.rows, :, cache.slots] = k.detach().transpose(1, 2)
+            cache.store[self.values, cache.rows, :, cache.slots] = v.detach().transpose(1, 2)
         if cache.causal:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         keys, values = cache.read[self.keys], cache.read[self.values]

@@ -107,6 +107,16 @@ def test_a_text_may_come_in_pieces_of_any_size() -> None:
     assert (h - torch.stack([expected[0, 12:20], expected[1, 4:12]])).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_decoding_where_gradients_are_on_keeps_none_in_the_cache(fixed: bool) -> None:
+    model = model_of("baseline")
+    cache = model.new_cache(1, fixed=fixed)
+    tokens = torch.tensor(ids_of(9))
+    h = torch.cat([model.trunk(part, cache=cache) for part in tokens.split([5, 1, 3], 1)], dim=1)
+    assert (h - model.trunk(tokens)).abs().max() < 1e-10
+    assert h.requires_grad and not cache.store.requires_grad
+
+
 @torch.no_grad()
 def test_a_prompt_is_read_by_the_very_forward_of_training() -> None:
     model = model_of("internal_taper").float()

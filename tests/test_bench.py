@@ -1,0 +1,148 @@
+"""The decode benchmark: arms that compute what they claim, operators, verdicts, and a whole small run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tapernorm import bench
+from tapernorm.bench import Case, Decoding, build_arms, load_base, operators, place, streamed_bytes, verdict
+from tapernorm.config import ARMS, BenchmarkConfig, ConfigError, ModelConfig
+from tapernorm.generate import generate
+from tapernorm.timing import Ratio
+
+TINY = BenchmarkConfig(
+    model=ModelConfig(n_layer=2, n_ctx=64, d_model=32, head_dim=16, init_std=0.3, vocab_size=300),
+    prompt_tokens=8,
+    new_tokens=4,
+    repeats=2,
+    placements=2,
+    device="cpu",
+    peer=False,
+    modes=("eager",),
+)
+
+
+@pytest.fixture(scope="module")
+def arms() -> bench.Arms:
+    return build_arms(load_base(TINY), ARMS)
+
+
+def test_arms_that_should_compute_the_same_do(arms: bench.Arms) -> None:
+    tokens = torch.randint(0, 300, (2, 12))
+    logits = {name: model(tokens) for name, model in arms.items()}
+    for same in (
+        ("baseline", "baseline_again", "baseline_gain_folded"),
+        ("internal_taper", "internal_taper_folded"),
+        ("all_taper_folded", "no_norms"),  # with c = gamma_t = 1
+    ):
+        for name in same[1:]:
+            torch.testing.assert_close(logits[name], logits[same[0]], rtol=1e-4, atol=1e-4)
+    assert (logits["baseline"] - logits["no_norms"]).abs().max() > 1e-2
+    assert (logits["baseline"] - logits["internal_taper"]).abs().max() > 1e-2
+
+
+def test_a_folded_model_runs_the_operators_of_a_model_without_norms(arms: bench.Arms) -> None:
+    found = {name: operators(model) for name, model in arms.items()}
+    assert found["all_taper_folded"] == found["no_norms"]
+    one_norm = len(found["internal_taper_folded"]) - len(found["no_norms"])
+    assert one_norm > 0
+    assert len(found["baseline_gain_folded"]) - len(found["no_norms"]) == (2 * 2 + 1) * one_norm
+    assert found["baseline"] == found["baseline_again"]
+
+
+def test_decoding_continues_the_prompt_as_generate_does(arms: bench.Arms) -> None:
+    prompts = torch.randint(0, 300, (3, 8))
+    for name, model in arms.items():
+        expected = generate(model, prompts, 1 + bench.WARM_STEPS + 4, temperature=0)
+        decoding = Decoding(model, "eager", prompts, 4)
+        with torch.inference_mode():
+            decoding.token.copy_(torch.tensor([row[:1] for row in expected]))
+            assert decoding.decode() > 0
+        assert decoding.token.flatten().tolist() == [row[-1] for row in expected], name
+        assert decoding.prefill() > 0
+
+
+def test_streamed_bytes_by_hand(arms: bench.Arms) -> None:
+    blocks = 2 * (3 * 32 * 32 + 32 * 32 + 3 * 32 * 88)
+    cached = 2 * 2 * 5 * 10 * 32
+    assert streamed_bytes(arms["baseline"], 5, 10) == 4 * (blocks + 300 * 32 + 5 * 32 + cached + 5 * 32)
+    assert streamed_bytes(arms["no_norms"], 5, 10) == 4 * (blocks + 300 * 32 + cached + 5 * 32)
+    half = place(arms["no_norms"], torch.bfloat16, torch.device("cpu"))
+    assert streamed_bytes(half, 5, 10) == 2 * (blocks + 300 * 32 + cached + 5 * 32)
+    assert half.cos.dtype == torch.float32 and arms["no_norms"].embed.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("speedup", "control", "expected"),
+    [
+        ((1.05, 1.02, 1.08), (1.0, 0.99, 1.01), "faster"),
+        ((1.05, 1.02, 1.08), (1.0, 0.97, 1.03), "no measurable gain"),  # two equal arms differed as much
+        ((1.01, 0.99, 1.03), (1.0, 1.0, 1.0), "no measurable gain"),
+        ((0.9, 0.88, 0.92), (1.0, 0.98, 1.02), "slower"),
+    ],
+)
+def test_verdicts(speedup: tuple[float, ...], control: tuple[float, ...], expected: str) -> None:
+    assert verdict(Ratio(*speedup), Ratio(*control)) == expected
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "decode.json"
+    report = bench.benchmark(dataclasses.replace(TINY, peer=True, out=str(out)))
+    assert json.loads(out.read_text()) == json.loads(json.dumps(report))
+    assert [Case(case["mode"], case["dtype"], case["batch_size"]) for case in report["cases"]] == [
+        Case("eager", dtype, size) for dtype in ("float32", "bfloat16") for size in (1, 8)
+    ]
+    for case in report["cases"]:
+        assert [(row["phase"], row["arm"]) for row in case["rows"]] == [
+            (p, a) for p in ("decode", "prefill") for a in ARMS
+        ]
+        assert all(row["samples"] == 4 and row["ms"] > 0 for row in case["rows"])
+    assert len(report["peer"]) == 4 and all(peer["speedup"]["value"] > 0 for peer in report["peer"])
+    text = out.with_suffix(".md").read_text()
+    assert text.count("| all_taper_folded |") == 8 and "transformers" in text
+    assert "case 4 of 4: eager, bfloat16, batch 8, ETA" in capsys.readouterr().out
+
+
+def test_time_that_is_up_and_cases_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(TINY, out=str(tmp_path / "a.json"), minutes=1e-9)
+    assert bench.benchmark(config)["left_out"][-1] == "eager, bfloat16, batch 8: minutes=1e-09 were over"
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("\nno compiler\nat all")
+
+    monkeypatch.setattr(bench, "measure", broken)
+    report = bench.benchmark(dataclasses.replace(TINY, out=str(tmp_path / "b.json"), dtypes=("float32",)))
+    assert report["left_out"] == [f"eager, float32, batch {n}: RuntimeError: no compiler" for n in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modes": ("cuda_graph",)}, "needs a CUDA device"),
+        ({"prompt_tokens": 60}, "exceeds the context 64"),
+        ({"arms": ("baseline", "all_taper_folded")}, "lacks no_norms"),
+    ],
+)
+def test_faults_in_one_line(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench.benchmark(dataclasses.replace(TINY, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_decode_the_same(arms: bench.Arms) -> None:
+    device = torch.device("cuda")
+    prompts = torch.randint(0, 300, (2, 8), device=device)
+    model = place(arms["baseline"], torch.float32, device)
+    tokens = []
+    with torch.inference_mode():
+        for mode in ("eager", "cuda_graph"):
+            decoding = Decoding(model, mode, prompts, 4)
+            decoding.token.copy_(prompts[:, -1:])
+            decoding.decode()
+            tokens.append(decoding.token.tolist())
+    assert tokens[0] == tokens[1]
