@@ -54,6 +54,8 @@ HELP_KEYS = (
     "run_dir",
     "resume",
     "sweep.name",
+    "sweep.fail_fast",
+    "sweep.dry_run",
 )
 PATH_KEYS = (
     "dataset.train",
@@ -99,6 +101,11 @@ def launch(
             main()
     except KeyboardInterrupt:
         status = 130
+    except Exception as error:
+        # A job's own failure never comes here: this is a worker that was killed, a scheduler that refused.
+        if sweep.started is None or faults.WANTS_TRACEBACKS:
+            raise
+        faults.stop(f"the launcher failed: {run.in_words(error)}", status=1)
     finally:
         failed = sweep.report()
     if status or failed:
@@ -115,6 +122,8 @@ def train(tree: DictConfig) -> float | None:
         composed = absolute_paths(plain(tree), Path(settings.runtime.cwd))
         if settings.mode == RunMode.MULTIRUN:
             summary = sweep.run_job(composed, overrides=overrides, number=int(settings.job.num))
+        elif composed.get("sweep", {}).get("dry_run"):
+            raise ConfigError("sweep.dry_run=true lists the jobs of a sweep: add --multirun")
         else:
             summary = run.run_single(composed, overrides=overrides)
     return summary.get("val_loss")
