@@ -63,7 +63,7 @@ METRICS: dict[str, str] = {
 }
 
 # What W&B's summary keeps of a metric where that is not its last value.
-SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean", "nonfinite/count": "max"}
+SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean"}
 
 
 class Tracker:
