@@ -38,6 +38,8 @@ def compare(a: Path, b: Path, metrics: Sequence[str]) -> bool:
     """Print what two runs' metrics and settings have in common and what not; True if the metrics are identical."""
     settings = differing_settings(a, b)
     rows = [{row["step"]: row for row in read_metrics(directory)} for directory in (a, b)]
+    if not any(name in row for run in rows for row in run.values() for name in metrics):
+        raise ConfigError(f"{a} and {b} have logged no {' and no '.join(metrics)}")
     same = [compare_metric(name, *rows) for name in metrics]
     print("\nsettings: " + ("no difference" if not settings else f"{len(settings)} differ"))
     for key, old, new in settings:
@@ -57,9 +59,9 @@ def compare_metric(name: str, a: dict[int, dict[str, Any]], b: dict[int, dict[st
             gaps[step] = right - left
         if left != right:
             differing.append(step)
-        print(f"{step:>8}  {number(left)}  {number(right)}  {gaps.get(step, 0.0):+.2e}")
+        print(f"{step:>8}  {number(left)}  {number(right)}  {format(gaps[step], '+.2e') if step in gaps else '-'}")
     if not differing:
-        print(f"{name}: bit-identical at {len(steps)} steps" if steps else f"{name}: in neither run")
+        print(f"{name}: bit-identical at {len(steps)} steps")
         return True
     largest = max(gaps, key=lambda step: abs(gaps[step]), default=None)
     text = f"{name}: {len(differing)} of {len(steps)} steps differ, the first is step {differing[0]}"
@@ -110,7 +112,11 @@ def git(*arguments: str) -> str:
 
 def train_at(revision: str, overrides: Sequence[str], folder: Path, side: str) -> Path:
     """Run train.py of a commit from the current directory; the directory of the run."""
-    commit, run_dir = git("rev-parse", "--verify", f"{revision}^{{commit}}"), folder / f"run-{side}"
+    try:
+        commit = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    except ConfigError:
+        raise ConfigError(f"{revision} is no commit of {ROOT}") from None
+    run_dir = folder / f"run-{side}"
     print(f"{side}: {revision} ({commit[:10]})", flush=True)
     with checkout(commit, folder / f"tree-{side}") as tree:
         done = subprocess.run(

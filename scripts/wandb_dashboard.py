@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="W&B user or team")
     parser.add_argument("--project", default=TrackingConfig().project, help="W&B project (%(default)s)")
     parser.add_argument("--name", default="tapernorm", help="name of the workspace (%(default)s)")
-    parser.add_argument("--print", nargs="?", const="outline", choices=("outline", "json"), help="show it, send nothing")
+    parser.add_argument(
+        "--print", nargs="?", const="outline", choices=("outline", "json"), help="show it, send nothing"
+    )
     given = parser.parse_args(arguments)
     workspace = build(given.entity, given.project, given.name)
     if given.print == "outline":
@@ -145,7 +147,9 @@ def save(workspace: Any) -> None:
         workspace.save()  # says where
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        faults.stop(f"W&B did not take the workspace ({first}); is a key set (wandb login), the entity right?", status=1)
+        faults.stop(
+            f"W&B did not take the workspace ({first}); is a key set (wandb login), the entity right?", status=1
+        )
 
 
 if __name__ == "__main__":

@@ -89,8 +89,10 @@ def launch(
         print(help_text(description or "", schema, shown))
         return
     register()
-    if {"--multirun", "-m"} & set(sys.argv[1:]):
-        sys.argv[1:] = [sweep.left_to_jobs(argument) for argument in sys.argv[1:]]
+    multirun = {"--multirun", "-m"}
+    if multirun & set(sys.argv[1:]):  # first: Hydra's parser does not take it between overrides
+        rest = [sweep.left_to_jobs(argument) for argument in sys.argv[1:] if argument not in multirun]
+        sys.argv[1:] = ["--multirun", *rest]
     status = 0
     try:
         # With HYDRA_FULL_ERROR Hydra hands its exceptions over instead of printing them.

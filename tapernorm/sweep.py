@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def start(config: DictConfig) -> Sweep:
         raise SystemExit(2 if list_jobs(config, arguments, directory) else 0)
     jobs = check(config, arguments, directory) if basic else []
     (directory / FAILED).unlink(missing_ok=True)
-    print(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}", flush=True)
+    _say(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}")
     return Sweep(directory, jobs)
 
 
@@ -238,20 +239,20 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
     sweep = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"])
     directory, fail_fast = sweep / name, composed["sweep"].get("fail_fast")
     if fail_fast and (sweep / FAILED).exists():
-        print(f"[job {number}] {name}: not started, as another job has failed", flush=True)
+        _say(f"[job {number}] {name}: not started, as another job has failed")
         return {}
-    print(f"[job {number}] {name}", flush=True)
+    _say(f"[job {number}] {name}")
     if isinstance(composed.get("tracking"), dict) and composed["tracking"].get("group") is None:
         composed["tracking"]["group"] = composed["sweep"]["name"]
     composed = {**composed, "run_dir": None, "resume": None}
     try:
         job = _start(composed, directory)
         if isinstance(job, run.Saved):
-            print(f"[job {number}] {job.status} before; skipped", flush=True)
+            _say(f"[job {number}] {job.status} before; skipped")
             return job.summary or {}
         summary = run.execute(job, overrides=overrides)
     except run.InUse as error:
-        print(f"[job {number}] {error}; skipped", flush=True)
+        _say(f"[job {number}] {error}; skipped")
         return {}
     except run.Stopped as stop:
         _hand_over(stop.signal)
@@ -263,10 +264,15 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
         if _saved(directory) is None:  # results that are there stay
             run.write_summary(directory, summary)
     if summary["status"] != "finished":
-        print(f"[job {number}] {summary['status']}: {summary['error']}", flush=True)
+        _say(f"[job {number}] {summary['status']}: {summary['error']}")
     if fail_fast and is_failure(summary, composed["norm"].get("kind")):
         (sweep / FAILED).touch()
     return summary
+
+
+def _say(text: str) -> None:
+    with suppress(BrokenPipeError):  # whoever read along has gone; the sweep goes on
+        print(text, flush=True)
 
 
 def _hand_over(number: int) -> None:
@@ -303,14 +309,15 @@ def report() -> bool:
         return False
     sweep, started = started, None
     rows = rows_of(sweep)
-    print_table(rows)
     incomplete = [row for row in rows if row["failed"]]
     stopped = [row for row in incomplete if row["status"] in ("interrupted", "running", "not run")]
+    with suppress(BrokenPipeError):
+        print_table(rows)
     for row in incomplete:
         if row not in stopped:
-            print(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
+            _say(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
     if stopped:
-        print(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+        _say(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
     return bool(incomplete)
 
 
