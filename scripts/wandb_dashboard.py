@@ -23,28 +23,28 @@ from tapernorm.tracking import METRICS
 INSTALL = "pip install -c constraints.txt -e '.[dashboard]'"
 X = "trainer/tokens"
 GROUP_BY = ("norm.name", "anchor.kind")  # after the sweep
-LOG = {"log_y": True}
+LINEAR, LOG = False, True  # the y axis
 
-# Section -> panels (title, names in tracking.METRICS, options). A name with <site> stands for all sites.
-SECTIONS: dict[str, list[tuple[str, tuple[str, ...], dict[str, bool]]]] = {
+# Section -> panels (title, names in tracking.METRICS, y axis). A name with <site> stands for all sites.
+SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     "Loss and gate": [
-        ("Loss, with the gate", ("train/loss", "val/loss", "gate/g"), {}),
-        ("Validation loss", ("val/loss",), {}),
-        ("Gate", ("gate/g",), {}),
+        ("Loss, with the gate", ("train/loss", "val/loss", "gate/g"), LINEAR),
+        ("Validation loss", ("val/loss",), LINEAR),
+        ("Gate", ("gate/g",), LINEAR),
     ],
     "Logit chasing": [
         ("Residual scale and its target", ("scale/final_rms_mean", "scale/target"), LOG),
         ("Logit norm", ("logits/norm_mean",), LOG),
         ("Largest logit", ("logits/abs_max",), LOG),
-        ("Spread of the logits", ("logits/std",), {}),
-        ("Entropy of the predictions", ("probe/entropy",), {}),
-        ("Accuracy", ("probe/accuracy",), {}),
+        ("Spread of the logits", ("logits/std",), LINEAR),
+        ("Entropy of the predictions", ("probe/entropy",), LINEAR),
+        ("Accuracy", ("probe/accuracy",), LINEAR),
     ],
     "Radial gradient": [
-        ("Radial gradient and its theory", ("radial/mean", "radial/theory"), {}),
-        ("On training batches", ("radial/train_mean",), {}),
-        ("Share of the gradient that is radial", ("radial/fraction",), {}),
-        ("Margin bound", ("radial/bound_ok",), {}),
+        ("Radial gradient and its theory", ("radial/mean", "radial/theory"), LINEAR),
+        ("On training batches", ("radial/train_mean",), LINEAR),
+        ("Share of the gradient that is radial", ("radial/fraction",), LINEAR),
+        ("Margin bound", ("radial/bound_ok",), LINEAR),
         ("Gradient at the final hidden state", ("grad/final_hidden_norm",), LOG),
     ],
     "Scales": [
@@ -54,19 +54,19 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], dict[str, bool]]]] = {
     ],
     "Anchor": [
         ("Scale loss", ("anchor/loss",), LOG),
-        ("What it adds to the objective", ("anchor/weighted",), {}),
-        ("Weight", ("anchor/lambda",), {}),
+        ("What it adds to the objective", ("anchor/weighted",), LINEAR),
+        ("Weight", ("anchor/lambda",), LINEAR),
     ],
     "Calibration": [
         ("c at each norm", ("calib/c.<site>",), LOG),
-        ("Gain of the tapered branch", ("taper/gain_rms.<site>",), {}),
+        ("Gain of the tapered branch", ("taper/gain_rms.<site>",), LINEAR),
     ],
     "Throughput and health": [
-        ("Tokens per second", ("throughput/tokens_per_s",), {}),
-        ("Learning rate", ("optim/lr",), {}),
+        ("Tokens per second", ("throughput/tokens_per_s",), LINEAR),
+        ("Learning rate", ("optim/lr",), LINEAR),
         ("Gradient norm", ("grad/norm",), LOG),
         ("Size of an update", ("update/ratio",), LOG),
-        ("Values that were not finite", ("nonfinite/count",), {}),
+        ("Values that were not finite", ("nonfinite/count",), LINEAR),
     ],
 }
 
@@ -80,16 +80,16 @@ def build(entity: str, project: str, name: str) -> Any:
     except ModuleNotFoundError:
         faults.stop(f"wandb-workspaces is not installed: {INSTALL}")
 
-    def panel(title: str, metrics: Sequence[str], options: dict[str, bool]) -> Any:
+    def panel(title: str, metrics: Sequence[str], log: bool) -> Any:
         if "<site>" in metrics[0]:
-            return wr.LinePlot(title=title, x=X, metric_regex=pattern(metrics[0]), **options)
-        return wr.LinePlot(title=title, x=X, y=list(metrics), **options)
+            return wr.LinePlot(title=title, x=X, metric_regex=pattern(metrics[0]), log_y=log)
+        return wr.LinePlot(title=title, x=X, y=list(metrics), log_y=log)
 
     sections = [
         ws.Section(name=title, panels=[panel(*row) for row in panels], is_open=True)
         for title, panels in SECTIONS.items()
     ]
-    groups = [expr.Metric("Group"), *(expr.Config(key) for key in GROUP_BY)]
+    groups: list[Any] = [expr.Metric("Group"), *(expr.Config(key) for key in GROUP_BY)]
     return ws.Workspace(
         entity=entity,
         project=project,

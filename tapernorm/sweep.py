@@ -178,8 +178,8 @@ def state(directory: Path, composed: run.Tree) -> str:
     summary = run.load_summary(directory) or {"status": "interrupted"}
     if summary["status"] in run.DONE:
         return summary["status"]
-    error = f": {summary['error']}" if summary.get("error") else ""
-    return f"{summary['status']} at step {_last_saved(directory)} of {composed['trainer']['max_steps']}{error}"
+    text = f"{summary['status']} at step {_last_saved(directory)} of {composed['trainer']['max_steps']}"
+    return f"{text}: {summary['error']}" if summary.get("error") else text
 
 
 def _last_saved(directory: Path) -> int:

@@ -135,7 +135,7 @@ def test_the_dashboard_shows_metrics_that_exist_over_tokens_by_sweep() -> None:
         assert set(panel.y) <= METRICS.keys(), panel.title
         assert panel.y or [name for name in real if re.fullmatch(panel.metric_regex, name)], panel.title
     groups = workspace._to_model().spec.section.run_sets[0].grouping
-    assert [(key.section, key.name) for key in groups][0] == ("run", "group")
+    assert (groups[0].section, groups[0].name) == ("run", "group")
 
 
 def test_the_dashboard_prints_itself_without_a_server(
