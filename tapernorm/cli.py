@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -107,7 +108,8 @@ def launch(
         # A job's own failure never comes here: this is a worker that was killed, a scheduler that refused.
         if sweep.started is None or faults.WANTS_TRACEBACKS:
             raise
-        faults.stop(f"the launcher failed: {run.in_words(error)}", status=1)
+        text = textwrap.shorten(run.in_words(error), 300)  # submitit's has the job's whole console in it
+        faults.stop(f"the launcher failed: {text}", status=1)
     finally:
         failed = sweep.report()
     if status or failed:
