@@ -104,6 +104,9 @@ class CheckJobs(Callback):
             started = start(config)
         except faults.COMPOSITION_ERRORS as error:
             faults.stop(faults.explain(error))
+        except Exception as error:  # a sweep that has not been checked must not start
+            traceback.print_exc()
+            raise SystemExit(1) from error
 
 
 def start(config: DictConfig) -> Sweep:
@@ -158,10 +161,10 @@ def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> 
         else:
             names[name] = number
             rows.append((name, state(directory / name, composed)))
-    print(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
+    _say(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
     width = max(len(name) for name, _ in rows)
     for number, (name, text) in enumerate(rows):
-        print(f"[job {number}] {name:<{width}}  {text}")
+        _say(f"[job {number}] {name:<{width}}  {text}")
     return len(names) < len(rows)
 
 
@@ -188,7 +191,7 @@ def _last_saved(directory: Path) -> int:
         return 0
     from tapernorm.checkpoint import latest, step_of  # torch: only where there is something to go on from
 
-    checkpoint = latest(directory, print)
+    checkpoint = latest(directory, _say)
     return step_of(checkpoint) if checkpoint else 0
 
 
@@ -364,7 +367,14 @@ def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
     except ConfigError:  # never started, or its configuration could not be built
         file = directory / "summary.json"
         return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
-    return saved.summary or {"status": "running" if run.in_use(directory) else "interrupted"}, saved.resolved
+    resolved = saved.resolved
+    begun = {  # it runs, or was killed
+        "status": "running" if run.in_use(directory) else "interrupted",
+        "norm": resolved["norm"]["name"],
+        "anchor": resolved["anchor"]["kind"],
+        "seed": resolved["seed"],
+    }
+    return saved.summary or begun, resolved
 
 
 def print_table(rows: Sequence[run.Tree]) -> None:

@@ -285,6 +285,14 @@ def test_a_dry_run_lists_the_jobs_and_leaves_no_trace(launch, trainer):
     assert status == 2 and "add --multirun" in err and not list(Path().iterdir())
 
 
+def test_a_sweep_that_cannot_be_checked_does_not_start(launch, trainer, monkeypatch):
+    """Hydra would go on after an exception in a callback."""
+    monkeypatch.setattr(sweep, "list_jobs", lambda *_: 1 / 0)
+    status, _, err = launch("-m", "seed=0,1", "sweep.dry_run=true")
+    assert status == 1 and "ZeroDivisionError" in err
+    assert not trainer.calls and not list(Path().iterdir())
+
+
 def test_a_dry_run_tells_what_earlier_starts_have_left(launch, trainer):
     def fail(config):
         directory = trainer.calls[-1][1]
