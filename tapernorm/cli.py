@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ HELP_KEYS = (
     "run_dir",
     "resume",
     "sweep.name",
+    "sweep.fail_fast",
+    "sweep.dry_run",
 )
 PATH_KEYS = (
     "dataset.train",
@@ -94,8 +97,10 @@ def launch(
         print(help_text(description or "", schema, shown))
         return
     register()
-    if {"--multirun", "-m"} & set(sys.argv[1:]):
-        sys.argv[1:] = [sweep.left_to_jobs(argument) for argument in sys.argv[1:]]
+    multirun = {"--multirun", "-m"}
+    if multirun & set(sys.argv[1:]):  # first: Hydra's parser does not take it between overrides
+        rest = [sweep.left_to_jobs(argument) for argument in sys.argv[1:] if argument not in multirun]
+        sys.argv[1:] = ["--multirun", *rest]
     status = 0
     try:
         # With HYDRA_FULL_ERROR Hydra hands its exceptions over instead of printing them.
@@ -106,6 +111,12 @@ def launch(
             main()
     except KeyboardInterrupt:
         status = 130
+    except Exception as error:
+        # A job's own failure never comes here: this is a worker that was killed, a scheduler that refused.
+        if sweep.started is None or faults.WANTS_TRACEBACKS:
+            raise
+        text = textwrap.shorten(run.in_words(error), 300)  # submitit's has the job's whole console in it
+        faults.stop(f"the launcher failed: {text}", status=1)
     finally:
         failed = sweep.report()
     if status or failed:
@@ -122,6 +133,8 @@ def train(tree: DictConfig) -> float | None:
         composed = absolute_paths(plain(tree), Path(settings.runtime.cwd))
         if settings.mode == RunMode.MULTIRUN:
             summary = sweep.run_job(composed, overrides=overrides, number=int(settings.job.num))
+        elif composed.get("sweep", {}).get("dry_run"):
+            raise ConfigError("sweep.dry_run=true lists the jobs of a sweep: add --multirun")
         else:
             summary = run.run_single(composed, overrides=overrides)
     return summary.get("val_loss")

@@ -334,7 +334,8 @@ class SweepConfig:
     name: str | None = meaning(
         "directory of the sweep under runs_dir/sweeps; null: a hash of the swept overrides", None
     )
-    fail_fast: bool = meaning("stop at the first failing job", False)
+    fail_fast: bool = meaning("start no further job once one has failed", False)
+    dry_run: bool = meaning("list the jobs and their states, and start nothing", False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- root

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
+EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -85,6 +86,8 @@ def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
     names = sorted(options)
     near = difflib.get_close_matches(choice, names, n=1)
     hint = f"did you mean {group}={near[0]}? " if near else ""
+    if group == "hydra/launcher" and choice in EXTRAS:
+        hint = f"it is an extra: pip install -c constraints.txt -e '.[{EXTRAS[choice]}]'; "
     return f"unknown choice {group}={choice}; {hint}{group} has {', '.join(names)}"
 
 

@@ -28,9 +28,9 @@ __all__ = ["Divergence", "Interrupted", "train"]
 class Interrupted(Exception):
     """A signal asked the run to stop; its state is saved."""
 
-    def __init__(self, step: int, summary: dict[str, Any]) -> None:
+    def __init__(self, step: int, summary: dict[str, Any], signal: int) -> None:
         super().__init__(f"stopped by a signal after step {step}, which is saved; resume=auto goes on")
-        self.step, self.summary = step, summary
+        self.step, self.summary, self.signal = step, summary, signal
 
 
 def train(
@@ -134,30 +134,34 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         if saving and stop.requested and step < trainer.max_steps:
             tracker.finish("interrupted", run.summary())
             run.close_progress()
-            raise Interrupted(step, run.summary())
+            raise Interrupted(step, run.summary(), stop.signal)
     tracker.flush()
     run.close_progress()
 
 
 class StopRequest:
-    """Set by the first SIGINT or SIGTERM; the loop finishes its step, saves and leaves."""
+    """Set by the first signal; the loop finishes its step, saves and leaves."""
 
-    requested = False
+    signal = 0
+
+    @property
+    def requested(self) -> bool:
+        return self.signal != 0
 
 
 @contextmanager
 def signals_as_requests() -> Iterator[StopRequest]:
-    """Turn the first SIGINT, SIGTERM or SIGUSR1 into a request; a second SIGINT stops at once."""
+    """Turn the first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 into a request; a second SIGINT stops at once."""
     stop = StopRequest()
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
-        stop.requested = True
+        stop.signal = number
         signal.signal(number, previous[number])
 
     try:
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-            if number := getattr(signal, name, 0):  # Windows has no SIGUSR1
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+            if number := getattr(signal, name, 0):  # Windows has no SIGUSR1 and 2
                 previous[number] = signal.signal(number, request)
     except ValueError:  # not the main thread: the caller keeps its handlers
         pass

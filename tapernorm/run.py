@@ -43,6 +43,7 @@ Say = Callable[[str], None]
 
 MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to report, not a failure of the run
 
+DONE = ("finished", "diverged")  # a run with such a status is not gone on with
 # What a command says of its own directories. A run that goes on has its directory already.
 OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
 # Where and how a run happens, not what it computes: these may change when a run goes on.
@@ -66,6 +67,14 @@ ADJUSTABLE = (
 
 class InUse(ConfigError):
     """Another process works in this run's directory."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the run to stop; its state is saved."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class Saved:
 
     @property
     def done(self) -> bool:
-        return self.status in ("finished", "diverged")
+        return self.status in DONE
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -158,13 +167,13 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
         try:
             outcome = _outcome(start, say)
             if outcome["status"] == "interrupted":
-                raise KeyboardInterrupt
+                raise Stopped(outcome.pop("signal"))
         except ConfigError as error:
             outcome = {"status": "failed", "error": str(error)}
             raise
         except Exception as error:
             append_log(directory, traceback.format_exc())
-            outcome = {"status": "failed", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            outcome = {"status": "failed", "error": in_words(error)}
         finally:
             summary = _summary(config, outcome, time.monotonic() - began)
             # A finished run that could not be made longer keeps its results.
@@ -180,7 +189,7 @@ def _outcome(start: Start, say: Say) -> Tree:
         result = loop.train(start.config, start.directory, checkpoint=start.checkpoint, say=say)
     except loop.Interrupted as stop:
         say(str(stop))
-        return {**stop.summary, "status": "interrupted", "error": None}
+        return {**stop.summary, "status": "interrupted", "error": None, "signal": stop.signal}
     except loop.Divergence as fault:
         append_log(start.directory, str(fault))
         return {**(fault.summary or {}), "status": "diverged", "error": str(fault)}
@@ -211,8 +220,14 @@ def failed_summary(composed: Tree, error: BaseException) -> Tree:
         "anchor": sections.get("anchor", {}).get("kind"),
         "seed": composed.get("seed"),
         "git_revision": git_revision(),
-        "error": str(error),
+        "error": in_words(error),
     }
+
+
+def in_words(error: BaseException) -> str:
+    """One line for an error; the type is named unless the text was written to be read alone."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
 # --------------------------------------------------------------------------------------------------------- directories
@@ -407,7 +422,7 @@ def _resume_auto(config: Config, composed: Tree) -> Start | Saved | None:
     for file in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             saved = load_run(file.parent.parent)
-            start = None if saved.done or _in_use(saved.directory) else go_on(saved, composed)
+            start = None if saved.done or in_use(saved.directory) else go_on(saved, composed)
         except ConfigError:  # another configuration, or no run at all
             continue
         if isinstance(start, Start) and start.checkpoint:
@@ -416,9 +431,10 @@ def _resume_auto(config: Config, composed: Tree) -> Start | Saved | None:
     return None
 
 
-def _in_use(directory: Path) -> bool:
+def in_use(directory: Path) -> bool:
+    """Whether a process works in this run's directory; creates nothing."""
     try:
-        with (directory / "run.log").open("a") as file:
+        with (directory / "run.log").open("r+") as file:
             return not _lock(file.fileno())
     except OSError:
         return False

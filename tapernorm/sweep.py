@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import signal
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from tapernorm.config import ConfigError, build, resolve
 from tapernorm.table import print_table
 
 LONGEST_NAME = 100
+FAILED = ".failed"  # in a sweep's directory: a job has failed, and with sweep.fail_fast no other one starts
 # Not part of a job's identity: they say where and how it runs.
 UNNAMED = (*run.OWN, "tracking", "cache_dir", "trainer.device", "trainer.progress")
 
@@ -100,6 +104,9 @@ class CheckJobs(Callback):
             started = start(config)
         except faults.COMPOSITION_ERRORS as error:
             faults.stop(faults.explain(error))
+        except Exception as error:  # a sweep that has not been checked must not start
+            traceback.print_exc()
+            raise SystemExit(1) from error
 
 
 def start(config: DictConfig) -> Sweep:
@@ -120,38 +127,102 @@ def start(config: DictConfig) -> Sweep:
         config.hydra.overrides.task.append(f"sweep.name='{name}'")
     arguments.append(f"sweep.name='{name}'")
     directory = Path(config.runs_dir).expanduser().absolute() / "sweeps" / name
+    if config.sweep.dry_run:
+        if not basic:
+            raise ConfigError("sweep.dry_run: this sweeper chooses its jobs as it goes; it has no list of them")
+        raise SystemExit(2 if list_jobs(config, arguments, directory) else 0)
     jobs = check(config, arguments, directory) if basic else []
-    print(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}", flush=True)
+    (directory / FAILED).unlink(missing_ok=True)
+    _say(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}")
     return Sweep(directory, jobs)
 
 
 def check(config: DictConfig, arguments: Sequence[str], directory: Path) -> list[str]:
-    """Compose every job and return the jobs' names.
-
-    Faults of composition, unknown keys, missing values and changed settings stop the sweep. A value out of its range
-    is left to its job to report, so that the others run.
-    """
-    from tapernorm.cli import absolute_paths, plain
-
-    loader = GlobalHydra.instance().config_loader()
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
+    """Compose every job and return the jobs' names. Raises ConfigError for the first one that must not start."""
     names: dict[str, int] = {}
-    for number, overrides in enumerate(BasicSweeper.split_arguments(parsed, None)[0]):
+    for number, overrides in enumerate(_split(arguments)):
         try:
-            tree = loader.load_sweep_config(config, overrides)
-            with read_write(tree), open_dict(tree):
-                del tree["hydra"]
-            composed = absolute_paths(plain(tree), Path.cwd())
-            run.check_keys(composed)
-            name = job_name(overrides)
-            if name in names:
-                raise ConfigError(f"the same settings as job {names[name]}")
-            if saved := _saved(directory / name):
-                run.changes(saved, composed, longer=False)  # refuses changed settings
+            name, _ = _compose(config, overrides, directory, names)
         except faults.COMPOSITION_ERRORS as error:
             raise ConfigError(f"job {number} ({' '.join(identity(overrides))}): {faults.explain(error)}") from error
         names[name] = number
     return list(names)
+
+
+def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> bool:
+    """Print every job with its state, without a trace on the disk; True if one would be refused."""
+    names: dict[str, int] = {}
+    rows: list[tuple[str, str]] = []
+    for number, overrides in enumerate(_split(arguments)):
+        try:
+            name, composed = _compose(config, overrides, directory, names)
+        except faults.COMPOSITION_ERRORS as error:
+            rows.append((job_name(overrides), f"refused: {faults.explain(error)}"))
+        else:
+            names[name] = number
+            rows.append((name, state(directory / name, composed)))
+    _say(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
+    width = max(len(name) for name, _ in rows)
+    for number, (name, text) in enumerate(rows):
+        _say(f"[job {number}] {name:<{width}}  {text}")
+    return len(names) < len(rows)
+
+
+def state(directory: Path, composed: run.Tree) -> str:
+    """What a job's directory tells of it: new, running, finished, interrupted or failed at step k of n."""
+    if not (directory / ".hydra").exists():
+        try:
+            resolve(build(composed))
+        except ConfigError as error:
+            return f"new, but will fail: {error}"
+        return "new"
+    if run.in_use(directory):
+        return "running"
+    summary = run.load_summary(directory) or {"status": "interrupted"}
+    if summary["status"] in run.DONE:
+        return summary["status"]
+    text = f"{summary['status']} at step {_last_saved(directory)} of {composed['trainer']['max_steps']}"
+    return f"{text}: {summary['error']}" if summary.get("error") else text
+
+
+def _last_saved(directory: Path) -> int:
+    """The step that the job would go on from."""
+    if not (directory / "checkpoints").is_dir():
+        return 0
+    from tapernorm.checkpoint import latest, step_of  # torch: only where there is something to go on from
+
+    checkpoint = latest(directory, _say)
+    return step_of(checkpoint) if checkpoint else 0
+
+
+def _split(arguments: Sequence[str]) -> list[list[str]]:
+    """The overrides of every job."""
+    loader = GlobalHydra.instance().config_loader()
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
+    return BasicSweeper.split_arguments(parsed, None)[0]
+
+
+def _compose(
+    config: DictConfig, overrides: Sequence[str], directory: Path, names: Mapping[str, int]
+) -> tuple[str, run.Tree]:
+    """Name and configuration of a job. `names` are those of the jobs before it, with their numbers.
+
+    Raises one of faults.COMPOSITION_ERRORS for faults of composition, unknown keys, missing values and changed
+    settings. A value out of its range is left to its job to report, so that the others run.
+    """
+    from tapernorm.cli import absolute_paths, plain
+
+    tree = GlobalHydra.instance().config_loader().load_sweep_config(config, list(overrides))
+    with read_write(tree), open_dict(tree):
+        del tree["hydra"]
+    composed = absolute_paths(plain(tree), Path.cwd())
+    run.check_keys(composed)
+    name = job_name(overrides)
+    if name in names:
+        raise ConfigError(f"the same settings as job {names[name]}")
+    if saved := _saved(directory / name):
+        run.changes(saved, composed, longer=False)  # refuses changed settings
+    return name, composed
 
 
 def _saved(directory: Path) -> run.Saved | None:
@@ -166,33 +237,52 @@ def _saved(directory: Path) -> run.Saved | None:
 
 
 def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run.Tree:
-    """One job of a sweep. Its status goes to its files; nothing is raised, unless sweep.fail_fast is set."""
+    """One job of a sweep. Its status goes to its files: whatever fails in it must not stop the launcher."""
     name = job_name(overrides)
-    directory = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"]) / name
-    print(f"[job {number}] {name}", flush=True)
+    sweep = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"])
+    directory, fail_fast = sweep / name, composed["sweep"].get("fail_fast")
+    if fail_fast and (sweep / FAILED).exists():
+        _say(f"[job {number}] {name}: not started, as another job has failed")
+        return {}
+    _say(f"[job {number}] {name}")
     if isinstance(composed.get("tracking"), dict) and composed["tracking"].get("group") is None:
         composed["tracking"]["group"] = composed["sweep"]["name"]
     composed = {**composed, "run_dir": None, "resume": None}
     try:
         job = _start(composed, directory)
         if isinstance(job, run.Saved):
-            print(f"[job {number}] {job.status} before; skipped", flush=True)
+            _say(f"[job {number}] {job.status} before; skipped")
             return job.summary or {}
         summary = run.execute(job, overrides=overrides)
     except run.InUse as error:
-        print(f"[job {number}] {error}; skipped", flush=True)
+        _say(f"[job {number}] {error}; skipped")
         return {}
-    except ConfigError as error:
+    except run.Stopped as stop:
+        _hand_over(stop.signal)
+        raise
+    except Exception as error:  # a value out of its range, data that cannot be prepared, a full disk
         run.claim_directory(directory)
-        run.append_log(directory, f"error: {error}")
+        run.append_log(directory, f"{traceback.format_exc()}error: {run.in_words(error)}")
         summary = run.failed_summary(composed, error)
         if _saved(directory) is None:  # results that are there stay
             run.write_summary(directory, summary)
     if summary["status"] != "finished":
-        print(f"[job {number}] {summary['status']}: {summary['error']}", flush=True)
-    if composed["sweep"].get("fail_fast") and is_failure(summary, composed["norm"].get("kind")):
-        raise SystemExit(1)
+        _say(f"[job {number}] {summary['status']}: {summary['error']}")
+    if fail_fast and is_failure(summary, composed["norm"].get("kind")):
+        (sweep / FAILED).touch()
     return summary
+
+
+def _say(text: str) -> None:
+    with suppress(BrokenPipeError):  # whoever read along has gone; the sweep goes on
+        print(text, flush=True)
+
+
+def _hand_over(number: int) -> None:
+    """Now that the job is saved, let the handler that was there before act: submitit's has the scheduler requeue it."""
+    handler = signal.getsignal(number)
+    if callable(handler) and handler is not signal.default_int_handler:
+        signal.raise_signal(number)
 
 
 def _start(composed: run.Tree, directory: Path) -> run.Start | run.Saved:
@@ -222,14 +312,15 @@ def report() -> bool:
         return False
     sweep, started = started, None
     rows = rows_of(sweep)
-    print_table(rows, COLUMNS, FORMATS, n_left=4)
     incomplete = [row for row in rows if row["failed"]]
-    stopped = [row for row in incomplete if row["status"] in ("interrupted", "not run")]
+    stopped = [row for row in incomplete if row["status"] in ("interrupted", "running", "not run")]
+    with suppress(BrokenPipeError):
+        print_table(rows, COLUMNS, FORMATS, n_left=4)
     for row in incomplete:
         if row not in stopped:
-            print(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
+            _say(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
     if stopped:
-        print(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+        _say(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
     return bool(incomplete)
 
 
@@ -277,4 +368,11 @@ def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
     except ConfigError:  # never started, or its configuration could not be built
         file = directory / "summary.json"
         return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
-    return saved.summary or {"status": "interrupted"}, saved.resolved
+    resolved = saved.resolved
+    begun = {  # it runs, or was killed
+        "status": "running" if run.in_use(directory) else "interrupted",
+        "norm": resolved["norm"]["name"],
+        "anchor": resolved["anchor"]["kind"],
+        "seed": resolved["seed"],
+    }
+    return saved.summary or begun, resolved

@@ -23,11 +23,12 @@ from tqdm import tqdm
 from tapernorm.config import ConfigError, TrackingConfig
 
 METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.html"
 
 # Every metric by name, with its meaning; docs/metrics.md has the formulas. <site> is a norm: 0.attn, 0.mlp, ..., final.
 METRICS: dict[str, str] = {
-    "trainer/step": "optimizer steps taken; the x axis ('step' in metrics.jsonl)",
-    "trainer/tokens": "training tokens seen",
+    "trainer/step": "optimizer steps taken ('step' in metrics.jsonl)",
+    "trainer/tokens": "training tokens seen; the x axis, in every row",
     "train/loss": "cross-entropy on the training batches since the previous row, nats per token; no anchor term",
     "val/loss": "cross-entropy on the fixed validation tokens, nats per token",
     "val/perplexity": "exp(val/loss)",
@@ -61,6 +62,9 @@ METRICS: dict[str, str] = {
     "nonfinite/count": "NaN and infinite values logged so far; absent while there are none",
 }
 
+# What W&B's summary keeps of a metric where that is not its last value.
+SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean"}
+
 
 class Tracker:
     """Writes metrics to directory/metrics.jsonl and mirrors them to Weights & Biases; a context manager.
@@ -69,9 +73,10 @@ class Tracker:
     ascend. Metrics logged later for the newest step join its line, which is rewritten in place. Every `log` reaches
     the operating system before it returns, so a killed process loses nothing; `flush` also survives a power cut.
 
+    Every line has trainer/tokens: step times `tokens_per_step`, so that a resumed run needs no counter.
     `resume_step` = k removes the rows of later steps, which are about to be trained again. `state` is what `state()`
     returned before: it continues the same W&B run. `config` is the resolved configuration as a plain nested dict.
-    W&B keeps its files in directory/wandb.
+    W&B keeps its files in directory/wandb, and gets directory/report.html as an artifact if there is one at the end.
 
     Raises ConfigError if metrics.jsonl is damaged, and with tracking.strict if W&B cannot be reached.
     """
@@ -83,6 +88,7 @@ class Tracker:
         tracking: TrackingConfig,
         *,
         name: str,
+        tokens_per_step: int,
         resume_step: int | None = None,
         state: dict[str, Any] | None = None,
         say: Callable[[str], None] = print,
@@ -90,6 +96,7 @@ class Tracker:
         state = state or {}
         self.nonfinite: int = state.get("nonfinite", 0)
         self._say = say
+        self._directory, self._tokens_per_step = directory, tokens_per_step
         self._finished = False
         self._run_id: str | None = state.get("wandb_id")
         directory.mkdir(parents=True, exist_ok=True)
@@ -108,7 +115,7 @@ class Tracker:
         NaN and infinities are written as null and counted: from the first on, every row has nonfinite/count.
         Raises TypeError, naming the metric, for anything that is no number; non-finite values never raise.
         """
-        values: dict[str, int | float | None] = {}
+        values: dict[str, int | float | None] = {"trainer/tokens": step * self._tokens_per_step}
         for name, value in metrics.items():
             number = _number(name, value)
             if number is not None and not math.isfinite(number):
@@ -150,6 +157,7 @@ class Tracker:
         self._finished = True
         values = {"status": status, **(summary or {})}
         self._mirror(lambda run: run.summary.update(values))
+        self._mirror(self._log_report)
         self._mirror(lambda run: run.finish(exit_code=0 if status == "finished" else 1), always=True)
         self.flush()  # last, because a full disk makes it raise
         self._file.close()
@@ -161,6 +169,15 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.finish("finished" if kind is None else "failed")
+
+    def _log_report(self, run: Any) -> None:
+        path = self._directory / REPORT_FILE
+        if path.is_file():
+            import wandb
+
+            report = wandb.Artifact(f"report-{run.id}", type="report")
+            report.add_file(str(path), policy="immutable")  # where it is: by default a copy goes to the user's home
+            run.log_artifact(report)
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}; non-finite values are logged as null and counted in nonfinite/count")
@@ -203,8 +220,7 @@ class Tracker:
         }
         try:
             run = self._connect(mode, arguments, directory / "wandb", tracking)
-            run.define_metric("trainer/step")
-            run.define_metric("*", step_metric="trainer/step")
+            _define_metrics(run)
         except ConfigError:
             raise
         except Exception as error:
@@ -252,6 +268,15 @@ class Tracker:
         config = {key: {"value": value} for key, value in arguments["config"].items()}
         (Path(run.dir) / "config.yaml").write_text(json.dumps(config, indent=2) + "\n")
         return run
+
+
+def _define_metrics(run: Any) -> None:
+    """Tell W&B every metric's x axis and what its summary keeps."""
+    run.define_metric("trainer/tokens")
+    for name in METRICS:
+        if name != "trainer/tokens":
+            name = name.replace("<site>", "*")
+            run.define_metric(name, step_metric="trainer/tokens", summary=SUMMARIES.get(name))
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ class TrainingRun:
         first_tapered = self.schedule.first_tapered_step
         # Steps that deserve every measurement: the first, the end of each phase, the last.
         self.landmarks = {1, self.schedule.k_warmup, first_tapered, trainer.max_steps} - {None, 0}
+        self.tokens_per_step = trainer.batch_size * model_config.n_ctx
         self.step = self.tokens = 0
         self.seconds = 0.0
         self.best_loss: float | None = None
@@ -176,7 +177,7 @@ class TrainingRun:
 
     def finish_step(self, step: int) -> None:
         self.step = step
-        self.tokens += self.config.trainer.batch_size * self.config.model.n_ctx
+        self.tokens += self.tokens_per_step
         self.interval["steps"] += 1
 
     def calibrate(self) -> dict[str, float]:
@@ -209,7 +210,6 @@ class TrainingRun:
         self.seconds += elapsed
         self.tokens_per_s = (self.tokens - tokens) / max(elapsed, 1e-9)
         metrics = {
-            "trainer/tokens": self.tokens,
             "train/loss": self.last_loss,
             "gate/g": self.gate,
             "optim/lr": learning_rate(step, self.config.optim),
@@ -348,6 +348,7 @@ class TrainingRun:
             to_dict(self.config),
             self.config.tracking,
             name=self.directory.name,
+            tokens_per_step=self.tokens_per_step,
             resume_step=self.step,
             state=self.wandb_state,
             say=self.say,

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ class Trainer:
     class Interrupted(Exception):
         def __init__(self, step: int) -> None:
             super().__init__(f"stopped after step {step}")
-            self.summary = {"steps": step}
+            self.summary, self.signal = {"steps": step}, signal.SIGTERM
 
     def __init__(self) -> None:
         self.calls: list[tuple[Config, Path, Path | None]] = []
@@ -54,7 +55,7 @@ def latest(directory: Path, say) -> Path | None:
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
     fake = Trainer()
-    checkpoint = types.SimpleNamespace(latest=latest)
+    checkpoint = types.SimpleNamespace(latest=latest, step_of=lambda path: int(path.name[5:]))
     for name, module in {"loop": fake, "checkpoint": checkpoint}.items():
         monkeypatch.setitem(sys.modules, f"tapernorm.{name}", module)
         monkeypatch.setattr(tapernorm, name, module, raising=False)

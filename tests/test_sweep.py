@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tapernorm import cli, run, sweep
+from tapernorm import cli, faults, run, sweep
 from tapernorm.config import resolve
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 
@@ -93,26 +95,71 @@ def test_P01_good_jobs_finish_and_every_failure_is_told(launch, trainer):
         name = f"seed-{seed}_model.head_dim-5"
         log = Path("runs/sweeps/s").absolute() / name / "run.log"
         assert f"failed: {name}: model.d_model=64 is not a multiple of model.head_dim=5 ({log})" in table
-        assert "not a multiple" in log.read_text()
+        assert "not a multiple" in log.read_text() and "Traceback" in log.read_text()
     assert [path.name for path in Path().iterdir()] == ["runs"]
 
 
-def test_P01_an_exception_of_a_job_is_in_its_log(launch, trainer):
+def test_P01_two_bad_jobs_of_four_are_told_with_their_tracebacks(launch, trainer):
     def fail(config):
-        if config.seed == 1:
-            raise RuntimeError("no space left")
+        if config.seed in (1, 2):
+            raise RuntimeError(f"no space left for {config.seed}")
 
     trainer.fail = fail
-    status, out, _ = launch("-m", "seed=0,1,2", "sweep.name=s")
-    assert status == 1 and len(trainer.calls) == 3
-    assert "RuntimeError: no space left" in out
-    assert "Traceback" in Path("runs/sweeps/s/seed-1/run.log").read_text()
+    status, out, _ = launch("-m", "seed=0,1,2,3", "sweep.name=s")
+    assert status == 1 and len(trainer.calls) == 4
+    assert [summary["status"] for _, summary in sorted(jobs().items())] == ["finished", "failed", "failed", "finished"]
+    for seed in (1, 2):
+        log = Path(f"runs/sweeps/s/seed-{seed}/run.log").absolute()
+        assert f"failed: seed-{seed}: RuntimeError: no space left for {seed} ({log})" in out
+        assert log.read_text().count("Traceback") == 1 and f"left for {seed}" in log.read_text()
+    assert "Traceback" not in out and "Traceback" not in Path("runs/sweeps/s/seed-0/run.log").read_text()
+
+
+def test_a_broken_launcher_is_one_line_and_the_table_comes_all_the_same(launch, trainer, monkeypatch):
+    def killed(*_, **__):
+        raise ChildProcessError("a worker\nwas killed")
+
+    assert launch("-m", "seed=0", "sweep.name=s")[0] == 0
+    monkeypatch.setattr(sweep, "run_job", killed)
+    status, out, err = launch("-m", "seed=0,1", "sweep.name=s")
+    assert status == 1 and err.endswith("\nerror: the launcher failed: ChildProcessError: a worker was killed\n")
+    assert "Traceback" not in err
+    assert "finished" in out and "1 of 2 jobs are not done" in out
+
+
+def test_a_launcher_that_is_not_installed_says_how_to_get_it():
+    text = faults._unknown_choice("hydra/launcher", "submitit_slurm", ["basic"])
+    assert "pip install -c constraints.txt -e '.[slurm]'" in text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="a POSIX signal")
+def test_a_schedulers_signal_reaches_its_handler_after_the_job_is_saved(launch, trainer):
+    """As submitit's handler does: have the job queued again and end the process."""
+
+    def stop(config):
+        fault = Trainer.Interrupted(3)
+        fault.signal = signal.SIGUSR2
+        raise fault
+
+    def requeue(number, frame):
+        assert jobs()["seed-0"]["status"] == "interrupted"
+        raise SystemExit(144)
+
+    trainer.fail, before = stop, signal.signal(signal.SIGUSR2, requeue)
+    try:
+        status, out, _ = launch("-m", "seed=0", "sweep.name=s")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert status == 144 and "interrupted" in out
 
 
 def test_P01_fail_fast_stops_at_the_first_failure(launch, trainer):
     status, out, _ = launch("-m", "seed=0,1,2", "model.head_dim=5", "sweep.name=s", "sweep.fail_fast=true")
     assert status == 1 and list(jobs()) == ["seed-0_model.head_dim-5"]
     assert out.count("not run") == 2 and "2 of 3 jobs are not done" in out
+    assert out.count("not started, as another job has failed") == 2
+    assert launch("-m", "seed=0,1,2", "model.head_dim=5", "sweep.name=s")[0] == 1
+    assert len(jobs()) == 3
 
 
 def test_divergence_of_a_comparator_is_a_result(launch, trainer):
@@ -215,23 +262,157 @@ def test_P03_failed_jobs_run_again(launch, trainer):
     assert all(summary["status"] == "finished" for summary in jobs().values())
 
 
-def test_P10_joblib_runs_jobs_in_processes(tmp_path):
-    """A real sweep: two jobs train, one cannot; the table comes from the files."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    arguments = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "experiment=smoke", "sweep.name=s"]
-    arguments += ["trainer.max_steps=4", "trainer.samples=0", "seed=1,2,-1", "cache_dir=cache"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=tmp_path,
-        capture_output=True,
+# ------------------------------------------------------------------------------------------------------------- dry run
+
+
+def listed(out: str) -> dict[str, str]:
+    """State by job, from what a dry run prints."""
+    return dict(re.findall(r"^\[job \d+\] (\S+) +(.+)$", out, flags=re.M))
+
+
+def test_a_dry_run_lists_the_jobs_and_leaves_no_trace(launch, trainer):
+    status, out, _ = launch("-m", "seed=0,1", "model.head_dim=16,5", "sweep.dry_run=true")
+    assert status == 0 and not trainer.calls and not list(Path().iterdir())
+    assert listed(out) == {
+        f"seed-{seed}_model.head_dim-{size}": text
+        for seed in (0, 1)
+        for size, text in [
+            (16, "new"),
+            (5, "new, but will fail: model.d_model=64 is not a multiple of model.head_dim=5"),
+        ]
+    }
+    status, _, err = launch("sweep.dry_run=true")
+    assert status == 2 and "add --multirun" in err and not list(Path().iterdir())
+
+
+def test_a_sweep_that_cannot_be_checked_does_not_start(launch, trainer, monkeypatch):
+    """Hydra would go on after an exception in a callback."""
+    monkeypatch.setattr(sweep, "list_jobs", lambda *_: 1 / 0)
+    status, _, err = launch("-m", "seed=0,1", "sweep.dry_run=true")
+    assert status == 1 and "ZeroDivisionError" in err
+    assert not trainer.calls and not list(Path().iterdir())
+
+
+def test_a_dry_run_tells_what_earlier_starts_have_left(launch, trainer):
+    def fail(config):
+        directory = trainer.calls[-1][1]
+        run.write_yaml(directory / "config.yaml", cli.to_dict(resolve(config, 512)))
+        if config.seed > 0:
+            (directory / "checkpoints" / "step-00000050").mkdir(parents=True)
+        if config.seed == 1:
+            raise RuntimeError("no space left")
+        if config.seed == 2:
+            raise KeyboardInterrupt
+
+    command = ["-m", "seed=0,1,2,3", "sweep.name=s"]
+    trainer.fail = fail
+    assert launch(*command)[0] == 130
+    trainer.calls.clear()
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    status, out, _ = launch(*command, "sweep.dry_run=true")
+    assert status == 0 and listed(out) == {
+        "seed-0": "finished",
+        "seed-1": "failed at step 50 of 300: RuntimeError: no space left",
+        "seed-2": "interrupted at step 50 of 300",
+        "seed-3": "new",
+    }
+    for directory in Path("runs/sweeps/s").glob("seed-*"):  # as if the experiment had been changed since
+        for file in (directory / ".hydra" / "config.yaml", directory / "config.yaml"):
+            file.write_text(file.read_text().replace("weight_decay: 0.1", "weight_decay: 0.3"))
+    status, out, _ = launch(*command, "sweep.dry_run=true")
+    texts = list(listed(out).values())
+    assert status == 2 and texts[3] == "new"
+    assert all(text.startswith("refused: ") and "optim.weight_decay: 0.3 -> 0.1" in text for text in texts[:3])
+    assert not trainer.calls and set(before) == set(Path().rglob("*"))
+
+
+# ---------------------------------------------------------------------------------------------------- whole processes
+
+SMOKE = ["experiment=smoke", "trainer.samples=0", "trainer.device=cpu", "tracking=none"]
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *SMOKE, *arguments],  # also: -m after the first override
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 1, done.stderr
-    summaries = {
-        file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("runs/sweeps/s/*/summary.json")
-    }
-    statuses = {name.split("seed-")[1][:1]: summary["status"] for name, summary in summaries.items()}
+
+
+def check_complete(directory: Path, steps: int) -> None:
+    """A job that is a run of its own and all there."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((directory / "summary.json").read_text())["status"] == "finished"
+    assert [rows[0]["step"], rows[-1]["step"]] == [1, steps]
+    assert len({row["step"] for row in rows}) == len(rows)
+    assert (directory / "checkpoints" / f"step-{steps:08d}" / "model.safetensors").is_file()
+    assert {"config.yaml", "run.log", "data.json", ".hydra"} <= {path.name for path in directory.iterdir()}
+
+
+def test_P03_a_killed_sweep_goes_on_bit_for_bit(tmp_path):
+    """kill -9 during the second of four jobs; then the same command."""
+    command = ["trainer.max_steps=80", "trainer.save_interval=10", "trainer.val_interval=40"]
+    sweep = ["-m", "seed=1,2,3,4", "sweep.name=s", *command]
+    killed = start(tmp_path, *sweep)
+    second = "runs/sweeps/s/*seed-2*/"
+    while not list(tmp_path.glob(f"{second}checkpoints/step-*10")):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.002)
+    killed.kill()
+    killed.communicate()
+    assert not list(tmp_path.glob(f"{second}summary.json")), "killed too late"
+    [first] = tmp_path.glob("runs/sweeps/s/*seed-1*/summary.json")
+    before = first.stat().st_mtime_ns
+
+    again = start(tmp_path, *sweep)
+    out, err = again.communicate()
+    assert again.returncode == 0, err
+    assert "[job 0] finished before; skipped" in out and first.stat().st_mtime_ns == before
+    assert out.count("going on from") == 1
+    found = {path.name for path in (tmp_path / "runs" / "sweeps" / "s").glob("*/")}
+    assert all(any(f"seed-{seed}" in job for job in found) for seed in (1, 2, 3, 4)) and len(found) == 4
+    for job in found:
+        check_complete(tmp_path / "runs" / "sweeps" / "s" / job, 80)
+
+    undisturbed = start(tmp_path, "seed=2", "run_dir=undisturbed", *command)
+    undisturbed.communicate()
+    assert undisturbed.returncode == 0
+    weights = "checkpoints/step-00000080/model.safetensors"
+    [resumed] = tmp_path.glob(second + weights)
+    assert resumed.read_bytes() == (tmp_path / "undisturbed" / weights).read_bytes()
+
+
+def test_P10_joblib_runs_jobs_in_processes(tmp_path):
+    """Two jobs train side by side, one cannot; the table comes from the files."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = start(tmp_path, "-m", *parallel, "trainer.max_steps=8", "seed=1,2,-1", "sweep.name=s")
+    out, err = done.communicate()
+    assert done.returncode == 1, err
+    files = sorted((tmp_path / "runs" / "sweeps" / "s").glob("*/summary.json"))
+    statuses = {file.parent.name.split("seed-")[1][:1]: json.loads(file.read_text())["status"] for file in files}
     assert statuses == {"1": "finished", "2": "finished", "-": "failed"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
-    assert "seed=-1" in done.stdout
+    for seed in (1, 2):
+        check_complete(next(path.parent for path in files if f"seed-{seed}" in str(path)), 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+    table = out[out.index(" job ") :]
+    assert table.count("finished") == 2 and "seed=-1" in table
+
+
+def test_P10_submitit_runs_jobs_as_it_does_on_a_cluster(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    done = start(tmp_path, "-m", "hydra/launcher=submitit_local", "trainer.max_steps=8", "seed=1,2", "sweep.name=s")
+    out, err = done.communicate()
+    assert done.returncode == 0, err
+    sweep = tmp_path / "runs" / "sweeps" / "s"
+    directories = sorted(path for path in sweep.glob("experiment*/"))
+    assert len(directories) == 2
+    for directory in directories:
+        check_complete(directory, 8)
+    table = out[out.index(" job ") :]
+    assert table.count("finished") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]  # submitit's own files are in the sweep
+    assert len(list((sweep / ".submitit").glob("*/*_result.pkl"))) == 2

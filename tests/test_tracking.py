@@ -30,7 +30,12 @@ KEY = "0123456789abcdef" * 3
 
 def make_tracker(directory: Path, said: list[str] | None = None, **options: Any) -> Tracker:
     say: Callable[[str], None] = print if said is None else said.append
-    return Tracker(directory, {}, DISABLED, name="test", say=say, **options)
+    return Tracker(directory, {}, DISABLED, name="test", tokens_per_step=64, say=say, **options)
+
+
+def line(step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    """What is written of a step."""
+    return {"step": step, "trainer/tokens": 64 * step, **metrics}
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
@@ -47,8 +52,8 @@ def test_a_step_is_one_line_however_often_it_is_logged(tmp_path: Path) -> None:
         tracker.flush()
         tracker.log(1, {"train/loss": 3, "val/loss": None})
         tracker.log(2, {"train/loss": 1.0})
-        assert lines_of(tmp_path)[-1] == {"step": 2, "train/loss": 1.0}  # on disk before the next step
-    assert lines_of(tmp_path)[0] == {"step": 1, "train/loss": 3, "gate/g": 1, "val/loss": None}
+        assert lines_of(tmp_path)[-1] == line(2, {"train/loss": 1.0})  # on disk before the next step
+    assert lines_of(tmp_path)[0] == line(1, {"train/loss": 3, "gate/g": 1, "val/loss": None})
     assert read_metrics(tmp_path) == lines_of(tmp_path)
 
 
@@ -64,7 +69,7 @@ def test_tensors_and_numpy_scalars_become_numbers(tmp_path: Path) -> None:
         tracker.log(1, values)
         with pytest.raises(TypeError, match="metric gate/g is a str"):
             tracker.log(1, {"gate/g": "closed"})
-    assert lines_of(tmp_path) == [{"step": 1, "a": 0.5, "b": 3, "c": 0.25, "d": 2**40, "e": 1.0}]
+    assert lines_of(tmp_path) == [line(1, {"a": 0.5, "b": 3, "c": 0.25, "d": 2**40, "e": 1.0})]
 
 
 def test_P13_resume_holds_every_step_exactly_once(tmp_path: Path) -> None:
@@ -77,28 +82,30 @@ def test_P13_resume_holds_every_step_exactly_once(tmp_path: Path) -> None:
             tracker.log(step, {"train/loss": 1 / step})
     rows = lines_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 21))
-    assert rows[9] == {"step": 10, "train/loss": 0.1, "val/loss": 5.0}
+    assert rows[9] == line(10, {"train/loss": 0.1, "val/loss": 5.0})
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
 
 def test_P13_a_torn_last_line_is_dropped_by_the_reader_and_on_resume(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a"')
+    whole = "".join(json.dumps(line(step, {"a": step})) + "\n" for step in (1, 2))
+    (tmp_path / METRICS_FILE).write_text(whole + '{"step": 3, "a"')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     with make_tracker(tmp_path) as tracker:
         tracker.log(3, {"a": 3})
-    assert lines_of(tmp_path) == [{"step": step, "a": step} for step in (1, 2, 3)]
+    assert lines_of(tmp_path) == [line(step, {"a": step}) for step in (1, 2, 3)]
 
 
 def test_P13_a_killed_process_loses_nothing_it_logged(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys; from tapernorm.config import TrackingConfig; from tapernorm.tracking import Tracker\n"
-        "tracker = Tracker(pathlib.Path(sys.argv[1]), {}, TrackingConfig(wandb='disabled'), name='x')\n"
+        "tracker = Tracker(\n"
+        "    pathlib.Path(sys.argv[1]), {}, TrackingConfig(wandb='disabled'), name='x', tokens_per_step=64)\n"
         "for step in range(1, 6): tracker.log(step, {'a': step}); tracker.log(step, {'b': step})\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=REPO, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert lines_of(tmp_path) == [{"step": step, "a": step, "b": step} for step in range(1, 6)]
+    assert lines_of(tmp_path) == [line(step, {"a": step, "b": step}) for step in range(1, 6)]
 
 
 def test_reader_merges_rows_of_a_step_and_names_a_damaged_line(tmp_path: Path) -> None:
@@ -122,7 +129,7 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
         state = tracker.state()
     first, second, third, fourth = lines_of(tmp_path)
     assert "nonfinite/count" not in first
-    assert second == {"step": 2, "train/loss": None, "grad/norm": None, "gate/g": 1.0, "nonfinite/count": 2}
+    assert second == line(2, {"train/loss": None, "grad/norm": None, "gate/g": 1.0, "nonfinite/count": 2})
     assert (third["nonfinite/count"], fourth["nonfinite/count"]) == (3, 3)
     assert len(said) == 1 and "train/loss is nan at step 2" in said[0]
     assert state == {"wandb_id": None, "nonfinite": 3}
@@ -154,7 +161,7 @@ tracking = TrackingConfig(wandb="offline", group="sweep", tags=("t1", "t2"))
 def job(name, seed, **options):
     config = {"seed": seed, "model": {"n_layer": 2, "sites": ["attn", "mlp"], "d_ff": None}, "max_steps": 8}
     config |= options.pop("changed", {})
-    return Tracker(root / name, config, tracking, name=name, **options)
+    return Tracker(root / name, config, tracking, name=name, tokens_per_step=64, **options)
 
 try:
     with job("one", 1) as tracker:
@@ -165,8 +172,11 @@ except RuntimeError:
     pass
 with job("two", 2) as tracker:
     for step in range(1, 9):
-        tracker.log(step, {"train/loss": math.nan if step == 3 else 1 / step, "trainer/tokens": 64 * step})
+        tracker.log(step, {"train/loss": math.nan if step == 3 else 1 / step})
+        if step == 6:
+            tracker.log(step, {"val/loss": 2.0})
     tracker.log(8, {"val/loss": 2.5})
+    (root / "two" / "report.html").write_text("<p>report</p>")
     state = tracker.state()
     tracker.finish("finished", {"val_loss": 2.5, "where": {"commit": "abc"}})
 with job("two", 2, changed={"max_steps": 12}, resume_step=5, state=state) as tracker:
@@ -214,6 +224,7 @@ class OfflineRun:
         self.config = items_of(self.run.config.update)
         self.rows = [items_of(record.history.item) for record in records if record.HasField("history")]
         self.metrics = [record.metric for record in records if record.HasField("metric")]
+        self.artifacts = [record.artifact for record in records if record.HasField("artifact")]
         self.alerts = [record.alert for record in records if record.HasField("alert")]
         self.exit_code = next(record.exit.exit_code for record in records if record.HasField("exit"))
         self.summary: dict[str, Any] = {}
@@ -261,10 +272,24 @@ def test_P13_the_mirror_has_every_step_on_its_own_step_metric(sweep: Path, runs:
     assert sorted(set(steps)) == list(range(1, 9))
     assert [row["trainer/step"] for row in runs[2].rows] == list(range(6, 13))  # goes back without losing rows
     assert runs[1].rows[1]["train/loss"] == 0.5 and runs[1].rows[1]["trainer/tokens"] == 128
-    assert [row["val/loss"] for row in runs[1].rows if "val/loss" in row] == [2.5]
-    defined = {metric.name or metric.glob_name: metric.step_metric for metric in runs[1].metrics}
-    assert defined == {"trainer/step": "", "*": "trainer/step"}
+    assert [row["val/loss"] for row in runs[1].rows if "val/loss" in row] == [2.0, 2.5]
+    assert all(row["trainer/tokens"] == 64 * row["trainer/step"] for run in runs for row in run.rows)
     assert [row["step"] for row in read_metrics(sweep / "two")] == list(range(1, 13))
+
+
+def test_every_metric_is_defined_over_tokens(runs: list[OfflineRun]) -> None:
+    defined = {metric.name or metric.glob_name: metric for metric in runs[1].metrics}
+    assert set(defined) == {name.replace("<site>", "*") for name in METRICS}
+    for name, metric in defined.items():
+        assert metric.step_metric == ("" if name == "trainer/tokens" else "trainer/tokens")
+        assert metric.summary.min == (name in ("val/loss", "val/perplexity"))
+    assert runs[1].summary["val/loss"] == {"min": 2.0} and runs[1].summary["train/loss"] == 1 / 8
+
+
+def test_a_report_is_an_artifact(runs: list[OfflineRun]) -> None:
+    report = runs[1].artifacts[0]
+    assert (report.type, [entry.path for entry in report.manifest.contents]) == ("report", ["report.html"])
+    assert runs[0].artifacts == []  # there was none yet
 
 
 def test_P14_a_nan_is_counted_and_raises_an_alert(runs: list[OfflineRun]) -> None:
@@ -297,6 +322,34 @@ def test_P16_a_changed_setting_does_not_stop_the_resumed_run(runs: list[OfflineR
     assert (runs[1].config["max_steps"], runs[2].config["max_steps"]) == (8, 12)
 
 
+def test_an_offline_run_holds_every_metric_of_every_step(tmp_path: Path) -> None:
+    """One job of a sweep, with everything that can be measured, as W&B would upload it."""
+    arguments = ["-m", "experiment=smoke", "norm=all_taper", "anchor=fixed_target", "sweep.name=s"]
+    arguments += ["trainer.log_interval=1", "trainer.samples=0", "trainer.device=cpu"]
+    subprocess.run(
+        [sys.executable, str(REPO / "train.py"), *arguments],
+        cwd=tmp_path,
+        env=wandb_environment(tmp_path / "home"),
+        stdout=subprocess.DEVNULL,
+        check=True,
+        timeout=120,
+    )
+    [job] = (tmp_path / "runs" / "sweeps" / "s").glob("*/")
+    run = OfflineRun(next((job / "wandb").glob("offline-run-*")))
+    assert (run.run.run_group, run.run.display_name) == ("s", job.name)
+    logged = {re.sub(r"\.(\d+\.(attn|mlp)|final)$", ".<site>", name) for row in run.rows for name in row}
+    assert METRICS.keys() - logged == {"nonfinite/count"}
+    assert {name for name in logged if not name.startswith("_")} <= METRICS.keys()
+    rows: dict[int, dict[str, Any]] = {}
+    for row in run.rows:
+        rows.setdefault(row["trainer/step"], {}).update(row)
+    assert list(rows) == list(range(1, 31)) and all("train/loss" in row for row in rows.values())
+    assert [row["trainer/tokens"] for row in rows.values()] == [256 * step for step in range(1, 31)]
+    config = yaml.safe_load((job / "config.yaml").read_text())
+    assert {key: run.config[key] for key in config} == config and config["model"]["n_layer"] == 2
+    assert run.summary["val_loss"] == pytest.approx(run.summary["val/loss"]["min"], rel=0.1)
+
+
 # ----------------------------------------------------------------------------------------- W&B that does not work
 
 
@@ -304,7 +357,7 @@ def start_in_a_process(directory: Path, mode: str, strict: bool = False, **envir
     script = (
         "import pathlib, sys; from tapernorm.config import TrackingConfig; from tapernorm.tracking import Tracker\n"
         f"tracking = TrackingConfig(wandb={mode!r}, strict={strict})\n"
-        "with Tracker(pathlib.Path(sys.argv[1]), {'seed': 1}, tracking, name='x') as tracker:\n"
+        "with Tracker(pathlib.Path(sys.argv[1]), {'seed': 1}, tracking, name='x', tokens_per_step=8) as tracker:\n"
         "    tracker.log(1, {'train/loss': 1.0})\n"
         "print('wandb' in sys.modules)"
     )
