@@ -94,6 +94,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                     aux = run.anchor.loss(hidden, level)
                     total = loss + aux
                     run.interval["anchor"] += aux.detach() / len(micro)
+                    run.interval["force"] += run.anchor.force(hidden, level) / len(micro)
                 elif run.anchor.records(step):
                     run.anchor.record(hidden)
                 (total / len(micro)).backward()

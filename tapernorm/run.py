@@ -49,6 +49,7 @@ OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
 ADJUSTABLE = (
     "tracking",
     "cache_dir",
+    "report",
     "trainer.accumulation",
     "trainer.compile",
     "trainer.device",
@@ -62,6 +63,10 @@ ADJUSTABLE = (
     "trainer.val_batch_size",
     "trainer.val_interval",
 )
+
+
+# What a run may differ in from the baseline that it is compared with, beside ADJUSTABLE and OWN.
+COMPARED = ("norm", "anchor", "gate", "calibration")
 
 
 class InUse(ConfigError):
@@ -491,6 +496,18 @@ def given_keys(overrides: Sequence[str]) -> list[str] | None:
     known = {key for key, _ in all_keys()} | {key.partition(".")[0] for key, _ in all_keys()}
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     return keys if all(key in known for key in keys) else None
+
+
+def match_key(resolved: Tree) -> str:
+    """What a run and its baseline share, the seed included: model, data, optimizer, length, ..."""
+    free = (*COMPARED, *ADJUSTABLE, *OWN)
+    return json.dumps({key: value for key, value in leaves(resolved) if not within(key, free)}, sort_keys=True)
+
+
+def is_baseline(resolved: Tree) -> bool:
+    """Standard norms and no anchor."""
+    kinds = [resolved.get(section, {}).get("kind") for section in ("norm", "anchor")]
+    return kinds == ["standard", "none"]
 
 
 def within(key: str, sections: Sequence[str]) -> bool:

@@ -27,7 +27,7 @@ from tapernorm.config import ConfigError, build, resolve
 
 LONGEST_NAME = 100
 # Not part of a job's identity: they say where and how it runs.
-UNNAMED = (*run.OWN, "tracking", "cache_dir", "trainer.device", "trainer.progress")
+UNNAMED = (*run.OWN, "tracking", "cache_dir", "report", "trainer.device", "trainer.progress")
 
 
 @dataclass(frozen=True)
@@ -243,10 +243,9 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
     rows: list[run.Tree] = []
     for name in dict.fromkeys([*sweep.jobs, *folders]):
         summary, config = _read(sweep.directory / name)
-        others = {key: value for key, value in config.items() if key not in NOT_MATCHED}
-        match = json.dumps(others, sort_keys=True)
+        match = run.match_key(config)
         loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
-        if loss is not None and kind == "standard" and config["anchor"]["kind"] == "none":
+        if loss is not None and run.is_baseline(config):
             losses[match] = loss
         rows.append(
             {
@@ -264,9 +263,6 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         base, loss = losses.get(row["match"]), row["val loss"]
         row["gap %"] = None if base is None or loss is None else 100 * (loss / base - 1)
     return rows
-
-
-NOT_MATCHED = ("norm", "anchor", "gate", "calibration", "tracking", "cache_dir", *run.OWN)
 
 
 def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
