@@ -10,6 +10,7 @@ from tapernorm.report.compare import Comparison, Mode, interval, mode_verdict, t
 from tapernorm.report.runs import CHASING_DRIFT, DRIFT, VERDICTS, Points, Run
 from tapernorm.statistics import estimate
 
+GAP = "gap"
 POINTS = 12_000  # drawn per metric over all runs: what keeps a page of 30 runs within a few megabytes
 HEAT_COLUMNS = 200
 
@@ -35,53 +36,46 @@ class Chart:
     y: str
     lines: tuple[Line, ...]
     y2: str = ""
+    split: bool = False  # axis 2 has a panel of its own below, not the right side
     log: bool = False
+    settled: bool = False  # the vertical axis fits what comes after the warmup
+    labelled: bool = False  # groups are named at the ends of their lines
+    wide: bool = False
     levels: tuple[float, ...] = field(default=())  # horizontal lines
+    zone: float = 0.0  # a band of plus or minus so much
 
 
 DRIFT_CHART = Chart(
     "drift",
     "Residual scale since calibration",
-    "ln(scale/final_rms_mean / scale/target), in e-folds: 0 is the level at k_warmup, the dotted lines are the rule's "
-    f"±{CHASING_DRIFT:g}. A tapered run without an anchor that climbs and does not level off chases logits. Under a final "
+    "ln(scale/final_rms_mean / scale/target), in e-folds: 0 is the level at k_warmup; within the grey band of "
+    f"±{CHASING_DRIFT:g} the scale counts as held. A tapered run without an anchor that climbs and does not level off chases logits. Under a final "
     "norm the scale may drift, too, but it has no effect on the logits.",
     "drift [e-folds]",
     (Line(DRIFT, "drift"),),
-    levels=(0.0, CHASING_DRIFT, -CHASING_DRIFT),
+    labelled=True,
+    wide=True,
+    zone=CHASING_DRIFT,
+    levels=(0.0,),
 )
 LOGITS_CHART = Chart(
     "logits",
     "Logits",
-    "logits/norm_mean (left) and logits/abs_max (right) on the probe batch. Logits grow in every run; look for those that "
+    "logits/norm_mean (top) and logits/abs_max (bottom) on the probe batch. Logits grow in every run; look for those that "
     "leave the baseline's after the gate has closed.",
     "mean norm",
     (Line("logits/norm_mean", "norm"), Line("logits/abs_max", "largest", "dot", 2)),
     "largest |z|",
+    split=True,
 )
 CHARTS = (
     DRIFT_CHART,
     LOGITS_CHART,
     Chart(
-        "radial",
-        "Pull of the loss and restoring force of the anchor",
-        "Both as d/d ln s, in nats per e-fold. radial/train_mean below 0: cross-entropy would gain from a larger scale. "
-        "anchor/force above 0: the anchor would gain from a smaller one. Where they are mirror images of each other, they "
-        "balance. radial/mean is the same on the held-out probe batch; it lies on radial/theory where the final norm is "
-        "gone, and on 0 where it is in place.",
-        "d/d ln s [nats per e-fold]",
-        (
-            Line("radial/train_mean", "training batches"),
-            Line("anchor/force", "anchor's force", "dash"),
-            Line("radial/mean", "probe batch", "dot"),
-            Line("radial/theory", "theory", "longdashdot"),
-        ),
-        levels=(0.0,),
-    ),
-    Chart(
         "loss",
         "Loss and gate",
         "train/loss (mean since the previous point) and val/loss, nats per token, with gate/g on the right. A jolt of the "
-        "training loss while the gate closes points at the calibration.",
+        "training loss while the gate closes points at the calibration. The vertical axis fits the steps after k_warmup.",
         "loss [nats/token]",
         (
             Line("train/loss", "training"),
@@ -89,6 +83,37 @@ CHARTS = (
             Line("gate/g", "gate", "dot", 2),
         ),
         "gate",
+        settled=True,
+    ),
+    Chart(
+        "radial",
+        "Pull of the loss and restoring force of the anchor",
+        "All as slopes by ln s, in nats per e-fold. Top: radial/train_mean below 0 means that cross-entropy would gain from a "
+        "larger scale, anchor/force above 0 that the anchor would gain from a smaller one; where the two are mirror images, "
+        "they balance. Bottom: radial/mean, the pull on held-out text. It lies on radial/theory where the final norm is gone "
+        "and on 0 where it is in place. The vertical axes fit the steps after k_warmup.",
+        "training [nats/e-fold]",
+        (
+            Line("radial/train_mean", "pull, training batches"),
+            Line("anchor/force", "anchor's force", "dash"),
+            Line("radial/mean", "pull, probe batch", "solid", 2),
+            Line("radial/theory", "theory", "dot", 2),
+        ),
+        "probe [nats/e-fold]",
+        split=True,
+        settled=True,
+        wide=True,
+        levels=(0.0,),
+    ),
+    Chart(
+        "gap",
+        "Validation loss against the baseline",
+        "val/loss over that of the baseline of the same seed and settings at the same step, per cent. Above 0 the run is "
+        "worse. The table below says which gaps the seeds can tell from zero.",
+        "gap [%]",
+        (Line(GAP, "gap"),),
+        settled=True,
+        levels=(0.0,),
     ),
     Chart(
         "scale",
@@ -114,20 +139,22 @@ CHARTS = (
     Chart(
         "confidence",
         "Confidence and accuracy",
-        "probe/entropy (left) and probe/accuracy (right). An entropy that falls without a gain in accuracy: the model "
+        "probe/entropy (top) and probe/accuracy (bottom). An entropy that falls without a gain in accuracy: the model "
         "grows confident rather than better.",
         "entropy [nats]",
         (Line("probe/entropy", "entropy"), Line("probe/accuracy", "accuracy", "dot", 2)),
         "accuracy",
+        split=True,
     ),
     Chart(
         "health",
         "Gradients and updates",
-        "grad/norm before clipping (left) and update/ratio, the weights' relative change per step (right). A ratio that "
+        "grad/norm before clipping (top) and update/ratio, the weights' relative change per step (bottom). A ratio that "
         "rises while the learning rate falls precedes most blow-ups.",
         "gradient norm",
         (Line("grad/norm", "gradient norm"), Line("update/ratio", "update ratio", "dot", 2)),
         "update ratio",
+        split=True,
         log=True,
     ),
     Chart(
@@ -146,7 +173,7 @@ LAYERS_CAPTION = (
 HEAT_CAPTION = (
     "scale/rms.<site> of one run, over steps and sites. Relative to calibration: ln of the scale over its value at "
     "k_warmup; growth that starts at an early site and is carried on by all later ones is a blow-up in the making. "
-    "Absolute: log10 of the scale."
+    "Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before it saturates them."
 )
 
 
@@ -187,7 +214,7 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
     """One run. `thinned` names the metrics of which not every point is drawn; `k_taper` is null without a taper."""
     series, thinned = {}, []
     for metric in dict.fromkeys(line.metric for chart in CHARTS for line in chart.lines):
-        points = run.points(metric)
+        points = gap_points(comparison, run) if metric == GAP else run.points(metric)
         if not any(value is not None for _, value in points):
             continue
         kept = thin(points, limit)
@@ -218,6 +245,16 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
         "layers": layers(run),
         "heat": heat(run),
     }
+
+
+def gap_points(comparison: Comparison, run: Run) -> Points:
+    """Validation loss over the baseline's at the same step, per cent; empty for a baseline itself."""
+    base = comparison.baseline_of(run)
+    if base is None or base is run:
+        return []
+    losses = dict(base.points("val/loss"))
+    pairs = ((step, loss, losses.get(step)) for step, loss in run.points("val/loss"))
+    return [(step, 100 * (loss / other - 1)) for step, loss, other in pairs if loss is not None and other]
 
 
 def layers(run: Run) -> dict[str, Any] | None:

@@ -189,7 +189,7 @@ def mode_verdict(mode: Mode) -> tuple[str, str]:
     """(kind, badge text): the gravest verdict that any seed has, and how many seeds have it."""
     kinds = Counter(run.verdict for run in mode.runs)
     kind = next(kind for kind in (*list(VERDICTS)[:1], "diverged", "failed", *VERDICTS) if kinds[kind])
-    share = "" if len(mode.runs) == 1 else f", {kinds[kind]} of {len(mode.runs)} seeds"
+    share = "" if len(mode.runs) == 1 else f", {kinds[kind]} of {len(mode.runs)}"
     return kind, f"{VERDICTS[kind]}{share}"
 
 

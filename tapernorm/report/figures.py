@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tapernorm.report.charts import DRIFT_CHART, LOGITS_CHART
+from tapernorm.report.charts import DRIFT_CHART, GAP, LOGITS_CHART, gap_points
 from tapernorm.report.compare import Comparison
 from tapernorm.report.runs import CHASING_DRIFT, DRIFT, Run
 
@@ -31,12 +31,14 @@ def write_figures(comparison: Comparison, out: Path) -> list[str]:
 
     losses = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = losses.subplots(1, 2)
-    for axes, metric, title in ((left, "train/loss", "Training loss"), (right, "val/loss", "Validation loss")):
-        _draw(comparison, axes, metric)
-        axes.set(title=title, ylabel="loss [nats/token]")
-        gate = axes.twinx()
-        gate.set(ylabel="gate (dotted)", ylim=(-0.03, 1.03))
-        _draw(comparison, gate, "gate/g", style=":", alpha=0.5)
+    _draw(comparison, left, "train/loss")
+    left.set(title="Training loss and gate", ylabel="loss [nats/token]")
+    gate = left.twinx()
+    gate.set(ylabel="gate (dotted)", ylim=(-0.03, 1.03))
+    _draw(comparison, gate, "gate/g", style=":")
+    _draw(comparison, right, GAP)
+    right.axhline(0, color="0.6", linewidth=0.8)
+    right.set(title="Validation loss against the same seed's baseline", ylabel="gap [%]")
     names = []
     for name, figure in (("chasing.png", chasing), ("losses.png", losses)):
         handles = {line.get_label(): line for line in figure.axes[0].get_lines() if _named(line.get_label())}
@@ -46,7 +48,7 @@ def write_figures(comparison: Comparison, out: Path) -> list[str]:
     return names
 
 
-def _draw(comparison: Comparison, axes: Axes, metric: str, style: str = "-", alpha: float = 0.9) -> None:
+def _draw(comparison: Comparison, axes: Axes, metric: str, style: str = "-") -> None:
     """One line a run, coloured by mode, with a marker by seed; the ends of warmup and taper as vertical lines."""
     seeds = sorted({run.seed for run in comparison.runs if run.seed is not None})
     coloured = [mode for mode in comparison.modes if not mode.is_baseline]
@@ -54,14 +56,15 @@ def _draw(comparison: Comparison, axes: Axes, metric: str, style: str = "-", alp
         colour = GREY if mode.is_baseline else COLOURS[coloured.index(mode) % len(COLOURS)]
         label = mode.label if len(comparison.sizes) == 1 else f"{mode.label} ({mode.size})"
         for run in mode.runs:
-            points = [(step, value) for step, value in run.points(metric) if value is not None]
+            found = gap_points(comparison, run) if metric == GAP else run.points(metric)
+            points = [(step, value) for step, value in found if value is not None]
             marker = MARKERS[seeds.index(run.seed) % len(MARKERS)] if run.seed in seeds else "o"
             axes.plot(
                 [_millions(run, step) for step, _ in points],
                 [value for _, value in points],
                 color=colour,
                 linestyle=style,
-                alpha=alpha,
+                alpha=0.9,
                 linewidth=1.4,
                 marker=None if metric == "gate/g" else marker,
                 markevery=max(1, len(points) // 6),

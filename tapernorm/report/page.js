@@ -83,21 +83,23 @@
   }
   const exact = new Set(["gate/g", "scale/target", "val/loss"]); // smoothing would only blur these
 
+  const bare = new Set(["gate/g", "scale/target", "radial/theory"]); // references, drawn without markers
+
   function runTraces(chart, line) {
     const traces = [];
     for (const index of state.on) {
       const run = runs[index];
       const series = seriesOf(run, line.metric);
       if (!series) continue;
-      const colour = colourOf(run), symbol = symbolOf(run);
+      const colour = colourOf(run), symbol = bare.has(line.metric) ? null : symbolOf(run);
       const smoothed = state.smoothing > 0 && !exact.has(line.metric);
       const few = series.values.length < 12 && line.metric !== "gate/g";
       const trace = {
         type: "scatter", x: series.steps.map((step) => xOf(run, step)), y: series.values, name: plain(label(run)),
-        legendgroup: run.name, yaxis: line.axis === 2 ? "y2" : "y", opacity: line.axis === 2 ? 0.75 : 1,
+        legendgroup: run.name, yaxis: line.axis === 2 ? "y2" : "y",
         mode: symbol || few ? "lines+markers" : "lines",
-        line: { color: colour, dash: line.dash, width: line.axis === 2 ? 1.3 : 1.7 },
-        marker: { color: colour, symbol: symbol || "circle", size: symbol ? 7 : 5, maxdisplayed: few ? 0 : 7 },
+        line: { color: colour, dash: line.dash, width: 1.6 },
+        marker: { color: colour, symbol: symbol || "circle", size: 6, maxdisplayed: few ? 0 : 5 },
         hovertemplate: `${plain(label(run))}<br>${plain(line.label)} %{y:.5g}<br>${state.x} %{x:.4s}<extra></extra>`,
       };
       if (smoothed) {
@@ -132,7 +134,7 @@
       }
       traces.push({
         ...shared, y: columns.map((values) => values.reduce((a, b) => a + b, 0) / values.length), name: plain(modeName(mode)),
-        line: { color: colour, dash: line.dash, width: line.axis === 2 ? 1.4 : 2 }, opacity: line.axis === 2 ? 0.75 : 1,
+        line: { color: colour, dash: line.dash, width: 2 },
         hovertemplate: `${plain(modeName(mode))}, mean of ${members.length}<br>${plain(line.label)} %{y:.5g}<br>${state.x} %{x:.4s}<extra></extra>`,
       });
     });
@@ -165,11 +167,11 @@
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: ink, size: 12.5 }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
       xaxis: { ...axis, title: { ...axis.title, text: state.x === "tokens" ? "training tokens" : "optimizer steps" }, tickformat: "~s", range: state.range || [0, 1.01 * lastX()] },
-      yaxis: { ...axis, title: { ...axis.title, text: options.y || "" }, ...(options.log ? { type: "log", dtick: 1 } : {}) },
-      ...(options.y2 !== undefined ? { yaxis2: { ...axis, title: { ...axis.title, text: options.y2 }, overlaying: "y", side: "right", showgrid: false } } : {}),
+      yaxis: { ...axis, title: { ...axis.title, text: options.y || "" }, ...(options.log ? { type: "log" } : {}) },
+      ...(options.y2 !== undefined ? { yaxis2: { ...axis, title: { ...axis.title, text: options.y2 }, tickmode: "auto", ...(options.log ? { type: "log" } : {}) } } : {}),
     };
   }
-  const config = { responsive: true, displaylogo: false, doubleClick: "reset", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
+  const config = { responsive: true, displaylogo: false, doubleClick: "reset", modeBarButtons: [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]] };
 
   // ----------------------------------------------------------------------------------------------------------- charts
 
@@ -180,7 +182,7 @@
     const absent = make("p", { class: "absent" });
     const node = make("section", { id: `chart-${id}`, class: wide ? `wide ${id}` : id, "aria-labelledby": `title-${id}` },
       make("div", { class: "head" }, make("h3", { id: `title-${id}` }, title), make("div", { class: "chips" }, tools)),
-      plot, absent, make("p", { class: "caption" }, ...named(caption)));
+      make("div", { class: "stage" }, plot), absent, make("p", { class: "caption" }, ...named(caption)));
     byId("charts").append(node);
     return { node, plot, absent };
   }
@@ -199,7 +201,8 @@
     return make("svg", { width: 22, height: 8, "aria-hidden": "true" }, make("line", { x1: 0, x2: 22, y1: 4, y2: 4, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dashes[dash] }));
   }
 
-  function addTimeChart(chart, wide) {
+  function addTimeChart(chart) {
+    const wide = chart.wide;
     const present = chart.lines.filter((line) => runs.some((run) => run.series[line.metric]));
     const shown = (state.shown[chart.id] = new Set(present.filter((line) => line.shown).map((line) => line.metric)));
     const chips = present.length < 2 ? [] : present.map((line) => make("button", {
@@ -209,18 +212,30 @@
         event.currentTarget.setAttribute("aria-pressed", String(shown.has(line.metric)));
         draw();
       },
-    }, dashSample(line.dash), line.axis === 2 ? `${line.label} (right)` : line.label));
+    }, dashSample(line.dash), line.axis === 2 && !chart.split ? `${line.label} (right)` : line.label));
     const target = frame(chart.id, chart.title, chart.caption, chips, wide);
+    target.node.classList.toggle("split", chart.split && present.some((line) => line.axis === 2));
     function draw() {
       const lines = present.filter((line) => shown.has(line.metric));
       const traces = lines.flatMap((line) => (state.lines === "means" ? meanTraces : runTraces)(chart, line));
       const right = traces.some((trace) => trace.yaxis === "y2");
       const layout = layoutOf({ y: chart.y, log: chart.log, ...(right ? { y2: chart.y2 } : {}) });
-      if (right && chart.id === "loss") Object.assign(layout.yaxis2, { range: [-0.04, 1.04], nticks: 3 });
-      const lines2 = chart.levels.map((level) => ({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: level, y1: level, layer: "below", line: { color: css("--soft"), width: level === 0 ? 1.2 : 1, dash: level === 0 ? "solid" : "dot" } }));
+      const left = traces.some((trace) => trace.yaxis === "y");
+      if (right && chart.split) {
+        layout.yaxis.domain = left ? [0.54, 1] : [0.99, 1];
+        layout.yaxis2.domain = left ? [0, 0.46] : [0, 1];
+        layout.yaxis.visible = left;
+        layout.xaxis.anchor = "y2";
+      } else if (right) Object.assign(layout.yaxis2, { overlaying: "y", side: "right", showgrid: false, range: [-0.04, 1.04], tickvals: [0, 0.5, 1] });
+      const levels = (left ? ["y"] : []).concat(right && chart.split ? ["y2"] : []).flatMap((yref) => chart.levels.map((level) => ({ type: "line", xref: "paper", yref, x0: 0, x1: 1, y0: level, y1: level, layer: "below", line: { color: css("--soft"), width: 1, dash: level === 0 ? "solid" : "dot" } })));
+      if (chart.settled) for (const name of chart.split ? ["y", "y2"] : ["y"]) fitSettled(layout, traces, name, chart.levels);
+      if (chart.log) for (const name of ["y", "y2"]) ticksOfLog(layout, traces, name);
+      if (chart.zone) levels.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: -chart.zone, y1: chart.zone, layer: "below", line: { width: 0 }, fillcolor: css("--zone") });
       const marked = marks();
-      layout.shapes = [...lines2, ...marked.shapes];
+      layout.shapes = [...levels, ...marked.shapes];
       layout.annotations = marked.annotations;
+      if (chart.wide) layout.yaxis.nticks = chart.split ? 6 : 9;
+      if (chart.labelled && traces.length) labelEnds(layout, traces, target.plot);
       const missing = `Not recorded in ${runs.length > 1 ? "these runs" : "this run"}: ${chart.lines.map((line) => line.metric).join(", ")}.`;
       show(target, traces, layout, present.length === 0 ? missing : state.on.size === 0 ? "No run is switched on." : lines.length === 0 ? "No metric is switched on." : "The runs that are switched on have none of these numbers.");
       if (traces.length && !target.linked) {
@@ -229,6 +244,55 @@
       }
     }
     plots.push({ id: chart.id, plot: target.plot, node: target.node, draw, timed: true });
+  }
+
+  // Before the warmup ends the numbers of an untrained model would span the axis: it fits what comes after.
+  function fitSettled(layout, traces, name, levels) {
+    const axis = layout[name === "y" ? "yaxis" : "yaxis2"];
+    const starts = [...state.on].map((i) => runs[i]).filter((run) => run.k_warmup).map((run) => xOf(run, run.k_warmup));
+    const start = starts.length ? Math.max(...starts) : 0;
+    const values = traces.filter((trace) => trace.yaxis === name).flatMap((trace) => trace.y.filter((y, i) => y !== null && trace.x[i] >= start));
+    if (!axis || values.length < 2) return;
+    const low = Math.min(...levels, ...values), high = Math.max(...levels, ...values);
+    axis.range = [low - 0.08 * (high - low || 1), high + 0.08 * (high - low || 1)];
+  }
+
+  // 1, 2, 5 of each decade; over many decades only the decades.
+  function ticksOfLog(layout, traces, name) {
+    const axis = layout[name === "y" ? "yaxis" : "yaxis2"];
+    const values = traces.filter((trace) => trace.yaxis === name || (name === "y" && !trace.yaxis)).flatMap((trace) => trace.y).filter((y) => y > 0);
+    if (!axis || !values.length) return;
+    const low = Math.floor(Math.log10(Math.min(...values))), high = Math.ceil(Math.log10(Math.max(...values)));
+    const steps = high - low > 2 ? [1] : [1, 2, 5];
+    Object.assign(axis, { tickmode: "array", tickvals: [...Array(high - low + 1).keys()].flatMap((k) => steps.map((step) => Number(`${step}e${low + k}`))) });
+  }
+
+  // The name of each group at the right end of its lines, moved apart where they would overlap.
+  function labelEnds(layout, traces, plot) {
+    const ends = new Map();
+    for (const trace of traces.filter((other) => other.name && other.hoverinfo !== "skip")) {
+      const run = runs.find((other) => other.name === trace.legendgroup);
+      const name = run ? keys[state.colour](run) : trace.name;
+      const last = trace.y.filter((y) => y !== null).at(-1);
+      if (last === undefined) continue;
+      const end = ends.get(name) || { name, colour: trace.line.color, values: [] };
+      end.values.push(last);
+      ends.set(name, end);
+    }
+    const width = plot.clientWidth;
+    if (width < 620 || ends.size < 2 || ends.size > 12) return;
+    const all = traces.flatMap((trace) => trace.y.filter((y) => y !== null));
+    const low = Math.min(-0.3, ...all), high = Math.max(0.3, ...all), pad = 0.05 * (high - low);
+    layout.yaxis.range = [low - pad, high + pad];
+    const gap = ((high - low + 2 * pad) * 17) / 310; // 17 of about 310 pixels
+    const placed = [...ends.values()].map((end) => ({ ...end, y: end.values.reduce((a, b) => a + b, 0) / end.values.length })).sort((a, b) => a.y - b.y);
+    for (let round = 0; round < 200; round++)
+      for (let i = 1; i < placed.length; i++) {
+        const overlap = gap - (placed[i].y - placed[i - 1].y);
+        if (overlap > 0) { placed[i].y += overlap / 2; placed[i - 1].y -= overlap / 2; }
+      }
+    layout.margin.r = Math.min(230, 24 + 7.2 * Math.max(...placed.map((end) => end.name.length)));
+    layout.annotations.push(...placed.map((end) => ({ text: plain(end.name), x: 1, xref: "paper", xanchor: "left", xshift: 4, y: end.y, yref: "y", yanchor: "middle", showarrow: false, font: { size: 12, color: end.colour } })));
   }
 
   let zooming = false;
@@ -268,6 +332,7 @@
           });
       }
       const layout = layoutOf({ y: "c, gain", log: true });
+      ticksOfLog(layout, traces, "y");
       layout.xaxis = { ...layout.xaxis, type: "category", tickformat: "", title: { text: "" }, range: undefined, autorange: true, tickangle: -60, nticks: 40 };
       const why = have.length ? "No tapered run is switched on, or no metric." : `Not recorded: ${runs.length > 1 ? "no run has" : "this run has no"} calibrated norms (yet).`;
       show(target, traces, layout, why);
@@ -282,7 +347,7 @@
       have.map((index) => make("option", { value: index, selected: index === state.heatRun }, label(runs[index]))));
     const kind = make("select", { id: "heat-kind", onchange: (event) => { state.heatKind = event.target.value; draw(); } },
       make("option", { value: "relative" }, "relative to calibration"), make("option", { value: "absolute" }, "absolute"));
-    const target = frame("heat", "Residual scale by layer", data.captions.heat, have.length ? [runs.length > 1 ? picker : null, kind] : [], true);
+    const target = frame("heat", "Residual scale by layer", data.captions.heat, have.length ? [runs.length > 1 ? picker : null, kind] : []);
     function draw() {
       const run = runs[state.heatRun];
       const layout = layoutOf({ y: "site" });
@@ -327,7 +392,7 @@
   }
 
   function dots(mode, values, low, high) {
-    const width = 190, height = 24, pad = 8;
+    const width = 170, height = 24, pad = 8;
     const x = (value) => pad + ((value - low) / (high - low)) * (width - 2 * pad);
     const run = runs.find((other) => other.mode === mode);
     return make("svg", { class: "dots", width, height, role: "img", "aria-label": `drift of each seed: ${values.map((v) => v.toFixed(2)).join(", ")}` },
@@ -340,22 +405,22 @@
     const drifts = runs.map((run) => run.drift).filter((value) => value !== null);
     const low = Math.min(-0.4, ...drifts) - 0.05, high = Math.max(0.6, ...drifts) + 0.05;
     const icons = { chasing: "▲ ", growing: "▲ ", shrinking: "▼ ", held: "● ", normed: "– ", early: "… ", diverged: "✕ ", failed: "✕ " };
-    const head = ["mode", "verdict", "drift since calibration, e-folds (grey: held)", "logit norm against baseline", "validation loss against baseline"];
+    const head = ["mode", "verdict", "drift, e-folds (grey: held)", "logit norm vs baseline", "validation loss vs baseline"];
     const rows = data.modes.map((mode, number) => {
       const values = runs.filter((run) => run.mode === number && run.drift !== null).map((run) => run.drift);
       const first = runs.find((run) => run.mode === number);
       return make("tr", {},
         make("td", {}, swatch(first), modeName(mode)),
         make("td", {}, make("span", { class: `badge ${mode.verdict[0]}` }, icons[mode.verdict[0]] + mode.verdict[1])),
-        make("td", {}, values.length ? dots(number, values, low, high) : "", make("small", {}, mode.drift)),
+        make("td", { class: "drift" }, values.length ? dots(number, values, low, high) : "", make("span", {}, ...withInterval(mode.drift))),
         make("td", {}, ...withInterval(mode.logit_gap)),
-        make("td", {}, ...withInterval(mode.gap)));
+        make("td", {}, ...withInterval(mode.gap, mode.told === "not distinguishable" ? mode.told : "")));
     });
     byId("verdicts").replaceChildren(make("thead", {}, make("tr", {}, head.map((text) => make("th", {}, text)))), make("tbody", {}, rows));
   }
-  function withInterval(text) {
+  function withInterval(text, told = "") {
     const [value, ...rest] = text.split(" (");
-    return [value, rest.length ? make("small", {}, `(${rest.join(" (")}`) : ""];
+    return [value, told ? make("i", {}, told) : "", rest.length ? make("small", {}, rest.join(" (").replace(/\)$/, "")) : ""];
   }
 
   function drawRuns() {
@@ -369,8 +434,8 @@
         const run = runs[index];
         const odd = run.status !== "finished";
         return make("label", { title: `${run.name}: ${run.status}`, class: odd ? "odd" : null },
-          make("input", { type: "checkbox", "data-run": index, onchange: (event) => { toggle(index, event.target.checked); update(); } }),
-          markerSample(run), `seed ${run.seed}${odd ? ` (${run.status})` : ""}`);
+          make("input", { type: "checkbox", "data-run": index, "aria-label": label(run), onchange: (event) => { toggle(index, event.target.checked); update(); } }),
+          markerSample(run), `${run.seed}${odd ? ` ${run.status}` : ""}`);
       });
       boxes.push(make("div", { class: "group" }, make("label", {}, box, make("span", {}, mode.label)), make("div", { class: "seeds" }, seeds)));
     });
@@ -391,10 +456,14 @@
 
   function drawTables() {
     for (const table of data.tables) {
-      const quiet = new Set(["not distinguishable", "one pair: no interval", "no interval"]);
-      const cell = (tag) => (text, column) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", /^[-+]?[\d.]+( \(.*\))?$/.test(text) && text.length < 26 ? "own" : ""].join(" ").trim() }, text);
+      const quiet = new Set(["not distinguishable", "one pair: no interval", "one seed: no interval", "no baseline"]);
+      // The seeds' values go below their mean, which saves a column.
+      const below = (column) => table.columns[column + 1] === "each seed";
+      const own = (row) => row.map((text, column) => [text, column]).filter(([, column]) => table.columns[column] !== "each seed");
+      const cell = (tag, row) => ([text, column]) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", text.length < 34 ? "own" : ""].join(" ").trim() }, text, below(column) ? make("small", {}, row[column + 1]) : "");
+      const cells = (tag, row) => make("tr", {}, own(row).map(cell(tag, row)));
       byId("tables").append(make("div", { class: "table", id: `table-${table.id}` }, make("h3", {}, table.title), make("p", { class: "caption" }, ...named(table.note)),
-        make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, table.columns.map(cell("th")))), make("tbody", {}, table.rows.map((row) => make("tr", {}, row.map(cell("td")))))))));
+        make("div", { class: "scroll" }, make("table", {}, make("thead", {}, cells("th", table.columns)), make("tbody", {}, table.rows.map((row) => cells("td", row)))))));
     }
   }
 
@@ -460,8 +529,7 @@
 
   applyTheme();
   measure();
-  const wide = new Set(["drift"]);
-  for (const chart of data.charts) addTimeChart(chart, wide.has(chart.id));
+  for (const chart of data.charts) addTimeChart(chart);
   addLayers();
   addHeat();
   drawTables();
