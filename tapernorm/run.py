@@ -5,6 +5,7 @@
 <run>/config.yaml            the resolved configuration (written by the trainer)
 <run>/run.log                what the run said, and the traceback of a failure
 <run>/summary.json           written last: status finished, diverged, failed or interrupted, and the results
+<run>/report.html            charts of the run, made from the files above
 """
 
 from __future__ import annotations
@@ -175,7 +176,19 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             # A finished run that could not be made longer keeps its results.
             kept = before if outcome["status"] == "failed" and before and before["status"] == "finished" else summary
             write_summary(directory, kept)
+        if config.report:
+            write_page(directory, say)
     return summary
+
+
+def write_page(directory: Path, say: Say) -> None:
+    """report.html of the run. Whatever goes wrong with it is said in one line: a result never depends on it."""
+    try:
+        from tapernorm import report  # here, as only this needs it
+
+        report.write_page(directory)
+    except Exception as error:
+        say(f"warning: no report.html ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 def _outcome(start: Start, say: Say) -> Tree:

@@ -36,6 +36,7 @@ class Sweep:
 
     directory: Path
     jobs: list[str]  # names of the jobs' directories; empty if a sweeper picks them as it goes
+    report: bool = False  # whether to write the report of all jobs at the end
 
 
 started: Sweep | None = None  # set by the callback in the launching process, read when Hydra returns
@@ -122,7 +123,7 @@ def start(config: DictConfig) -> Sweep:
     directory = Path(config.runs_dir).expanduser().absolute() / "sweeps" / name
     jobs = check(config, arguments, directory) if basic else []
     print(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}", flush=True)
-    return Sweep(directory, jobs)
+    return Sweep(directory, jobs, bool(config.report))
 
 
 def check(config: DictConfig, arguments: Sequence[str], directory: Path) -> list[str]:
@@ -230,7 +231,19 @@ def report() -> bool:
             print(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
     if stopped:
         print(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+    if sweep.report and len(stopped) < len(rows):
+        write_report(sweep.directory)
     return bool(incomplete)
+
+
+def write_report(directory: Path) -> None:
+    """The report of all jobs, in the sweep's directory. Whatever goes wrong with it is said in one line."""
+    try:
+        from tapernorm import report  # here, as only this needs it
+
+        print(f"report: {report.write_report([directory], directory)}")
+    except Exception as error:
+        print(f"warning: no report ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "drift", "steps", "seconds")

@@ -11,8 +11,9 @@ from pathlib import Path
 from tapernorm.report.compare import Comparison, compare, outlying
 from tapernorm.report.page import markdown, page
 from tapernorm.report.runs import VERDICTS, discover, read
+from tapernorm.tracking import METRICS_FILE
 
-__all__ = ["write_page", "write_report"]
+__all__ = ["last_change", "write_page", "write_report"]
 
 PAGE = "report.html"
 
@@ -40,6 +41,12 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     _write(out / "report.md", markdown(comparison, title, now, images))
     _write(out / PAGE, page(comparison, title, now))
     return out / PAGE
+
+
+def last_change(directories: Sequence[Path]) -> float:
+    """When any of the runs last wrote metrics or a summary (seconds since the epoch; 0 if none ever did)."""
+    files = (folder / name for folder in discover(directories) for name in (METRICS_FILE, "summary.json"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def table_of_runs(comparison: Comparison) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tapernorm.report.compare import Comparison, Mode, interval, mode_verdict, told
+from tapernorm.report.compare import Comparison, Mode, interval, mode_verdict, number, told
 from tapernorm.report.runs import CHASING_DRIFT, DRIFT, VERDICTS, Points, Run
 from tapernorm.statistics import estimate
 
@@ -197,13 +197,16 @@ def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
         estimate(list(mode.values(measure).values()))
         for measure in (lambda run: run.drift, comparison.logit_gap, comparison.gap)
     )
+    first = mode.first
     against = "reference" if mode.is_baseline else "no baseline"
     return {
         "label": mode.label,
         "size": mode.size,
         "baseline": mode.is_baseline,
         "verdict": mode_verdict(mode),
-        "drift": interval(drift, "+.2f"),
+        "drift": interval(drift, "+.2f") or number(first.drift, "+.2f"),
+        "logit_norm": number(first.last("logits/norm_mean"), ".1f"),
+        "val_loss": number(first.val_loss, ".4f"),
         "logit_gap": against if mode.is_baseline or logits is None else interval(logits, "+.1f", " %"),
         "gap": against if mode.is_baseline or gap is None else interval(gap, "+.2f", " %"),
         "told": "" if mode.is_baseline else told(gap),

@@ -130,7 +130,7 @@
       if (members.length > 1) {
         const edge = { ...shared, line: { width: 0, color: colour }, hoverinfo: "skip" };
         traces.push({ ...edge, y: columns.map((values) => Math.min(...values)) });
-        traces.push({ ...edge, y: columns.map((values) => Math.max(...values)), fill: "tonexty", fillcolor: `${colour}2e` });
+        traces.push({ ...edge, y: columns.map((values) => Math.max(...values)), fill: "tonexty", fillcolor: `${colour}22` });
       }
       traces.push({
         ...shared, y: columns.map((values) => values.reduce((a, b) => a + b, 0) / values.length), name: plain(modeName(mode)),
@@ -405,7 +405,7 @@
     const drifts = runs.map((run) => run.drift).filter((value) => value !== null);
     const low = Math.min(-0.4, ...drifts) - 0.05, high = Math.max(0.6, ...drifts) + 0.05;
     const icons = { chasing: "▲ ", growing: "▲ ", shrinking: "▼ ", held: "● ", normed: "– ", early: "… ", diverged: "✕ ", failed: "✕ " };
-    const head = ["mode", "verdict", "drift, e-folds (grey: held)", "logit norm vs baseline", "validation loss vs baseline"];
+    const head = ["mode", "verdict", "drift, e-folds (grey: held)", ...(runs.length === 1 ? ["logit norm", "validation loss"] : ["logit norm vs baseline", "validation loss vs baseline"])];
     const rows = data.modes.map((mode, number) => {
       const values = runs.filter((run) => run.mode === number && run.drift !== null).map((run) => run.drift);
       const first = runs.find((run) => run.mode === number);
@@ -413,8 +413,9 @@
         make("td", {}, swatch(first), modeName(mode)),
         make("td", {}, make("span", { class: `badge ${mode.verdict[0]}` }, icons[mode.verdict[0]] + mode.verdict[1])),
         make("td", { class: "drift" }, values.length ? dots(number, values, low, high) : "", make("span", {}, ...withInterval(mode.drift))),
+        ...(runs.length === 1 ? [make("td", {}, mode.logit_norm), make("td", {}, mode.val_loss)] : [
         make("td", {}, ...withInterval(mode.logit_gap)),
-        make("td", {}, ...withInterval(mode.gap, mode.told === "not distinguishable" ? mode.told : "")));
+        make("td", {}, ...withInterval(mode.gap, mode.told === "not distinguishable" ? mode.told : ""))]));
     });
     byId("verdicts").replaceChildren(make("thead", {}, make("tr", {}, head.map((text) => make("th", {}, text)))), make("tbody", {}, rows));
   }
@@ -521,8 +522,19 @@
   byId("none").addEventListener("click", () => { state.on = new Set(); update(); });
   system.addEventListener("change", () => { applyTheme(); redrawAll(); });
   let before = null;
-  window.addEventListener("beforeprint", () => { before = root.dataset.dark; root.dataset.dark = "false"; drawVerdicts(); plots.forEach((plot) => plot.draw()); });
-  window.addEventListener("afterprint", () => { root.dataset.dark = before; redrawAll(); });
+  window.addEventListener("beforeprint", () => {
+    // On white, and as wide as paper: a chart keeps the size that it is drawn with.
+    before = root.dataset.dark;
+    Object.assign(root.dataset, { dark: "false", print: "true" });
+    drawVerdicts();
+    plots.forEach((plot) => { plot.draw(); if (!plot.node.classList.contains("empty")) Plotly.Plots.resize(plot.plot); });
+  });
+  window.addEventListener("afterprint", () => {
+    root.dataset.dark = before;
+    delete root.dataset.print;
+    plots.forEach((plot) => { if (!plot.node.classList.contains("empty")) Plotly.Plots.resize(plot.plot); });
+    redrawAll();
+  });
   const measure = () => root.style.setProperty("--top", `${document.querySelector(".top").offsetHeight}px`);
   window.addEventListener("resize", measure);
   if (window.innerWidth <= 1100) byId("panel").open = false;
