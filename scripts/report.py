@@ -22,9 +22,16 @@ from tapernorm.report import last_change, write_report
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("directories", nargs="+", type=Path, help="of runs, of sweeps, or whatever holds them")
-    found.add_argument("--out", type=Path, help="where to write; default: the directory, or ./report if there are several")
     found.add_argument(
-        "--watch", type=float, nargs="?", const=30.0, metavar="SECONDS", help="write again while runs go on (default: 30)"
+        "--out", type=Path, help="where to write; default: the directory, or ./report if there are several"
+    )
+    found.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="SECONDS",
+        help="write again while runs go on (default: 30)",
     )
     return found
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from tapernorm.report.compare import Comparison, compare, outlying
-from tapernorm.report.page import markdown, page
+from tapernorm.report.compare import Comparison, compare_runs, outlying
+from tapernorm.report.page import markdown, render
 from tapernorm.report.runs import VERDICTS, discover, read
 from tapernorm.tracking import METRICS_FILE
 
@@ -21,7 +21,7 @@ PAGE = "report.html"
 def write_page(directory: Path) -> Path:
     """report.html of one run, in its directory."""
     file = directory / PAGE
-    _write(file, page(compare([read(directory)]), directory.name, datetime.now()))
+    _write(file, render(compare_runs([read(directory)]), directory.name, datetime.now()))
     return file
 
 
@@ -32,14 +32,14 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     """
     from tapernorm.report.figures import write_figures  # matplotlib takes a second
 
-    comparison = compare([read(directory) for directory in discover(directories)])
+    comparison = compare_runs([read(directory) for directory in discover(directories)])
     title = " + ".join(dict.fromkeys(directory.resolve().name for directory in directories))
     now = datetime.now()
     out.mkdir(parents=True, exist_ok=True)
     images = write_figures(comparison, out)
     _write(out / "report.csv", table_of_runs(comparison))
     _write(out / "report.md", markdown(comparison, title, now, images))
-    _write(out / PAGE, page(comparison, title, now))
+    _write(out / PAGE, render(comparison, title, now))
     return out / PAGE
 
 

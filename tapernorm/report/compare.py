@@ -95,7 +95,7 @@ class Comparison:
         return next(mode for mode in self.modes if run in mode.runs)
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group runs into modes and find their baselines."""
     baselines: dict[str, Run] = {}
     for run in runs:
@@ -282,7 +282,9 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
     counts = [len(mode.counted) for mode in comparison.of_size(size)]
     rule = f"Outliers by the modified z-score (|z| > {OUTLIER_Z:g}) are marked * and counted all the same"
     if max(counts) < OUTLIER_MIN:
-        rule = f"With at most {max(counts)} seeds no outlier can be told (the rule needs {OUTLIER_MIN}); none is left out"
+        rule = (
+            f"With at most {max(counts)} seeds no outlier can be told (the rule needs {OUTLIER_MIN}); none is left out"
+        )
     note = (
         "Mean (95 % interval over seeds, Student's t). The gap pairs each run with the baseline of the same seed and "
         f"settings. {rule}. The order of the rows is fixed, not a ranking."
@@ -379,7 +381,9 @@ def differences_table(comparison: Comparison) -> Table:
     same = "" if differing else " There are none but the seeds."
     note = f"Resolved settings that are not the same everywhere.{same}"
     columns = ("mode", "seeds", *differing)
-    return Table("differences", "Differences between the configurations", note, columns, "l" * len(columns), tuple(rows))
+    return Table(
+        "differences", "Differences between the configurations", note, columns, "l" * len(columns), tuple(rows)
+    )
 
 
 def _distinct(values: Sequence[Any]) -> str:

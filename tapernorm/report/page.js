@@ -78,7 +78,7 @@
       if (value === null) return null;
       sum = decay * sum + (1 - decay) * value;
       weight = decay * weight + (1 - decay);
-      return sum / weight;
+      return Number((sum / weight).toPrecision(6)); // rounding errors alone would else span an axis
     });
   }
   const exact = new Set(["gate/g", "scale/target", "val/loss"]); // smoothing would only blur these

@@ -19,7 +19,7 @@ from tapernorm.report.runs import silence
 from tapernorm.tracking import finite
 
 
-def page(comparison: Comparison, title: str, now: datetime) -> str:
+def render(comparison: Comparison, title: str, now: datetime) -> str:
     """The whole file. Every text from a run goes through JSON and the DOM's text nodes, never into markup."""
     data = charts.payload(comparison) | {
         "title": title,
@@ -64,7 +64,16 @@ def _text(name: str) -> str:
 
 def markdown(comparison: Comparison, title: str, now: datetime, images: Sequence[str]) -> str:
     """The same tables and verdicts as text."""
-    lines = [f"# {_cell(title)}", "", f"{now:%Y-%m-%d %H:%M:%S}", "", f"**{_cell(headline(comparison))}**", "", RULE, ""]
+    lines = [
+        f"# {_cell(title)}",
+        "",
+        f"{now:%Y-%m-%d %H:%M:%S}",
+        "",
+        f"**{_cell(headline(comparison))}**",
+        "",
+        RULE,
+        "",
+    ]
     for image in images:
         lines += [f"![{image.removesuffix('.png')}]({image})", ""]
     if apart := list(uncounted(comparison)):

@@ -140,7 +140,9 @@ class Run:
 
     def sites(self, prefix: str = "scale/rms.") -> list[str]:
         """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
-        return list(dict.fromkeys(key.removeprefix(prefix) for row in self.rows for key in row if key.startswith(prefix)))
+        return list(
+            dict.fromkeys(key.removeprefix(prefix) for row in self.rows for key in row if key.startswith(prefix))
+        )
 
     # ----------------------------------------------------------------------------------------------------- logit chasing
 
