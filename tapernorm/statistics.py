@@ -33,7 +33,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate | None:
-    """mean ± t_{n-1, (1 + level)/2} * s / sqrt(n), with s the sample's standard deviation (n - 1); None for no values."""
+    """mean ± t_{n-1, (1 + level)/2} s / sqrt(n), s the sample's standard deviation (over n - 1); None for no values."""
     n = len(values)
     if n == 0:
         return None

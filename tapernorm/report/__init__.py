@@ -50,7 +50,7 @@ def last_change(directories: Sequence[Path]) -> float:
 
 
 def table_of_runs(comparison: Comparison) -> str:
-    """CSV, one row a run. Units: nats per token (losses), per cent (gaps), e-folds (drift), nats per e-fold (radial)."""
+    """CSV, one row a run. Units: nats per token (losses), per cent (gaps), e-folds (drift), nats per e-fold (pull)."""
     rows = []
     for mode in comparison.modes:
         marks = outlying(comparison, mode)

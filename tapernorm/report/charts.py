@@ -49,8 +49,8 @@ DRIFT_CHART = Chart(
     "drift",
     "Residual scale since calibration",
     "ln(scale/final_rms_mean / scale/target), in e-folds: 0 is the level at k_warmup; within the grey band of "
-    f"±{CHASING_DRIFT:g} the scale counts as held. A tapered run without an anchor that climbs and does not level off chases logits. Under a final "
-    "norm the scale may drift, too, but it has no effect on the logits.",
+    f"±{CHASING_DRIFT:g} the scale counts as held. A tapered run without an anchor that climbs and does not level "
+    "off chases logits. Under a final norm the scale may drift, too, but it has no effect on the logits.",
     "drift [e-folds]",
     (Line(DRIFT, "drift"),),
     labelled=True,
@@ -61,8 +61,8 @@ DRIFT_CHART = Chart(
 LOGITS_CHART = Chart(
     "logits",
     "Logits",
-    "logits/norm_mean (top) and logits/abs_max (bottom) on the probe batch. Logits grow in every run; look for those that "
-    "leave the baseline's after the gate has closed.",
+    "logits/norm_mean (top) and logits/abs_max (bottom) on the probe batch. Logits grow in every run; look for "
+    "those that leave the baseline's after the gate has closed.",
     "mean norm",
     (Line("logits/norm_mean", "norm"), Line("logits/abs_max", "largest", "dot", 2)),
     "largest |z|",
@@ -74,8 +74,9 @@ CHARTS = (
     Chart(
         "loss",
         "Loss and gate",
-        "train/loss (mean since the previous point) and val/loss, nats per token, with gate/g on the right. A jolt of the "
-        "training loss while the gate closes points at the calibration. The vertical axis fits the steps after k_warmup.",
+        "train/loss (mean since the previous point) and val/loss, nats per token, with gate/g on the right. A "
+        "jolt of the training loss while the gate closes points at the calibration. The vertical axis fits the "
+        "steps after k_warmup.",
         "loss [nats/token]",
         (
             Line("train/loss", "training"),
@@ -88,10 +89,11 @@ CHARTS = (
     Chart(
         "radial",
         "Pull of the loss and restoring force of the anchor",
-        "All as slopes by ln s, in nats per e-fold. Top: radial/train_mean below 0 means that cross-entropy would gain from a "
-        "larger scale, anchor/force above 0 that the anchor would gain from a smaller one; where the two are mirror images, "
-        "they balance. Bottom: radial/mean, the pull on held-out text. It lies on radial/theory where the final norm is gone "
-        "and on 0 where it is in place. The vertical axes fit the steps after k_warmup.",
+        "All as slopes by ln s, in nats per e-fold. Top: radial/train_mean below 0 means that cross-entropy would "
+        "gain from a larger scale, anchor/force above 0 that the anchor would gain from a smaller one; where the "
+        "two are mirror images, they balance. Bottom: radial/mean, the pull on held-out text. It lies on "
+        "radial/theory where the final norm is gone and on 0 where it is in place. The vertical axes fit the "
+        "steps after k_warmup.",
         "training [nats/e-fold]",
         (
             Line("radial/train_mean", "pull, training batches"),
@@ -108,8 +110,8 @@ CHARTS = (
     Chart(
         "gap",
         "Validation loss against the baseline",
-        "val/loss over that of the baseline of the same seed and settings at the same step, per cent. Above 0 the run is "
-        "worse. The table below says which gaps the seeds can tell from zero.",
+        "val/loss over that of the baseline of the same seed and settings at the same step, per cent. Above 0 the "
+        "run is worse. The table below says which gaps the seeds can tell from zero.",
         "gap [%]",
         (Line(GAP, "gap"),),
         settled=True,
@@ -118,8 +120,8 @@ CHARTS = (
     Chart(
         "scale",
         "Residual scale before the final norm",
-        "scale/final_rms_mean with its target scale/target (frozen at k_warmup), and scale/final_rms_p99, the tokens that "
-        "stick out. The unit is each run's own: compare with the target, not between runs.",
+        "scale/final_rms_mean with its target scale/target (frozen at k_warmup), and scale/final_rms_p99, the "
+        "tokens that stick out. The unit is each run's own: compare with the target, not between runs.",
         "scale",
         (
             Line("scale/final_rms_mean", "mean"),
@@ -149,8 +151,8 @@ CHARTS = (
     Chart(
         "health",
         "Gradients and updates",
-        "grad/norm before clipping (top) and update/ratio, the weights' relative change per step (bottom). A ratio that "
-        "rises while the learning rate falls precedes most blow-ups.",
+        "grad/norm before clipping (top) and update/ratio, the weights' relative change per step (bottom). A "
+        "ratio that rises while the learning rate falls precedes most blow-ups.",
         "gradient norm",
         (Line("grad/norm", "gradient norm"), Line("update/ratio", "update ratio", "dot", 2)),
         "update ratio",
@@ -160,20 +162,22 @@ CHARTS = (
     Chart(
         "throughput",
         "Throughput",
-        "throughput/tokens_per_s, without probes, validation and saving. Runs that shared a machine are slower than it is.",
+        "throughput/tokens_per_s, without probes, validation and saving. Runs that shared a machine are slower "
+        "than it is.",
         "tokens/s",
         (Line("throughput/tokens_per_s", "tokens/s"),),
     ),
 )
 LAYERS_CAPTION = (
-    "calib/c.<site> at the last probe, in the order of the forward pass: the constant that stands in for 1/scale. It varies "
-    "over depth; values outside 0.02 to 50 or wild neighbours mean that the warmup was too short. "
+    "calib/c.<site> at the last probe, in the order of the forward pass: the constant that stands in for 1/scale. "
+    "It varies over depth; values outside 0.02 to 50 or wild neighbours mean that the warmup was too short. "
     "taper/gain_rms.<site> is the tapered gain's size, which started as the norm's own."
 )
 HEAT_CAPTION = (
-    "scale/rms.<site> of one run, over steps and sites. Relative to calibration: ln of the scale over its value at "
-    "k_warmup; growth that starts at an early site and is carried on by all later ones is a blow-up in the making. "
-    "Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before it saturates them."
+    "scale/rms.<site> of one run, over steps and sites. Relative to calibration: ln of the scale over its value "
+    "at k_warmup; growth that starts at an early site and is carried on by all later ones is a blow-up in the "
+    "making. Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before "
+    "it saturates them."
 )
 
 
@@ -319,8 +323,8 @@ def notes(runs: Sequence[dict[str, Any]]) -> list[str]:
     said = []
     if thinned := [run for run in runs if run["thinned"] or (run["heat"] or {}).get("thinned")]:
         said.append(
-            f"Of {len(thinned)} of {len(runs)} runs not every point is drawn: of each short interval the smallest and the "
-            "largest (heat maps: every n-th column). metrics.jsonl has them all."
+            f"Of {len(thinned)} of {len(runs)} runs not every point is drawn: of each short interval the smallest "
+            "and the largest (heat maps: every n-th column). metrics.jsonl has them all."
         )
     if any(run["derived_force"] for run in runs):
         said.append(

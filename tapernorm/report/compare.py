@@ -1,4 +1,4 @@
-"""Runs put side by side: modes with their seeds, the baseline of each run, intervals, pairs, what to be told in words."""
+"""Runs put side by side: modes with their seeds, baselines, intervals, pairs, and what they say in words."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _title(mode: Mode, run: Run) -> str:
     return f"{mode.label} ({mode.size}), seed {run.seed}"
 
 
-# --------------------------------------------------------------------------------------------------------------- verdict
+# ------------------------------------------------------------------------------------------------------------ verdict
 
 
 def mode_verdict(mode: Mode) -> tuple[str, str]:
@@ -221,15 +221,15 @@ def headline(comparison: Comparison) -> str:
 
 
 RULE = (
-    f"Rule, over the steps after the gate has closed: the lever is there if the radial gradient on the probe batch is at "
-    f"least {LEVER:g} of its theory without a final norm; then a drift above +{CHASING_DRIFT:g} e-folds "
-    f"({100 * (2.718281828**CHASING_DRIFT - 1):.0f} %) with a pull outwards on the training batches is chasing, within "
-    f"±{CHASING_DRIFT:g} the scale is held. Without the lever a final norm is in place: its scale may drift, but the "
-    "logits do not follow."
+    "Rule, over the steps after the gate has closed: the lever is there if the radial gradient on the probe batch "
+    f"is at least {LEVER:g} of its theory without a final norm; then a drift above +{CHASING_DRIFT:g} e-folds "
+    f"({100 * (2.718281828**CHASING_DRIFT - 1):.0f} %) with a pull outwards on the training batches is chasing, "
+    f"within ±{CHASING_DRIFT:g} the scale is held. Without the lever a final norm is in place: its scale may "
+    "drift, but the logits do not follow."
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------------------------- tables
 
 
 @dataclass(frozen=True)
@@ -319,10 +319,14 @@ def pairs_table(comparison: Comparison) -> Table:
         for pair in compared
     ]
     tested = sum(pair.p is not None for pair in compared)
+    number_of_tests = (
+        f" With {tested} comparisons about {0.05 * tested:.1f} of them would seem different by chance alone; Holm's p "
+        "accounts for their number."
+    )
     note = (
-        "Validation loss of the first mode against the second, paired by seed, per cent (95 % interval). With "
-        f"{tested} comparisons about {0.05 * tested:.1f} of them would seem different by chance alone; Holm's p accounts for "
-        "their number. Modes whose interval contains zero are not distinguishable, whatever their means."
+        "Validation loss of the first mode against the second, paired by seed, per cent (95 % interval)."
+        f"{number_of_tests if tested > 1 else ''} Modes whose interval contains zero are not distinguishable, whatever "
+        "their means."
     )
     columns = (
         *(("size",) if several else ()),
@@ -354,8 +358,8 @@ def runs_table(comparison: Comparison) -> Table:
         "directory",
     )  # fmt: skip
     note = (
-        "Pull: radial/train_mean averaged over the steps after the gate has closed, nats per e-fold; negative pulls the "
-        "scale up. Drift: ln(scale/final_rms_mean / scale/target) at the last step."
+        "Pull: radial/train_mean averaged over the steps after the gate has closed, nats per e-fold; negative "
+        "pulls the scale up. Drift: ln(scale/final_rms_mean / scale/target) at the last step."
     )
     return Table("runs", "Every run", note, columns, "lrlrrrrrrll", tuple(rows))
 
@@ -412,7 +416,7 @@ def each(values: dict[int, float], form: str, marks: dict[int, str]) -> str:
     return ", ".join(f"{number(value, form)}{'*' * (seed in marks)}" for seed, value in values.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------- naming
+# ------------------------------------------------------------------------------------------------------------- naming
 
 
 def _mode_key(run: Run) -> str:

@@ -12,7 +12,7 @@ from tapernorm.report.charts import DRIFT_CHART, GAP, LOGITS_CHART, gap_points
 from tapernorm.report.compare import Comparison
 from tapernorm.report.runs import CHASING_DRIFT, DRIFT, Run
 
-# Okabe and Ito's palette for all kinds of colour vision, without its yellow, which paper swallows; grey is the baseline.
+# Okabe and Ito's colours, for all kinds of colour vision, without the yellow, which paper swallows; grey: baseline.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#A6761D", "#44337A")
 GREY = "#555555"
 MARKERS = "osD^v<>P"
@@ -41,7 +41,8 @@ def write_figures(comparison: Comparison, out: Path) -> list[str]:
     right.set(title="Validation loss against the same seed's baseline", ylabel="gap [%]")
     names = []
     for name, figure in (("chasing.png", chasing), ("losses.png", losses)):
-        handles = {line.get_label(): line for line in figure.axes[0].get_lines() if _named(line.get_label())}
+        handles = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+        handles = {label: line for label, line in handles.items() if not label.startswith("_")}
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(out / name, dpi=130)
         names.append(name)
@@ -83,7 +84,3 @@ def _marks(runs: Sequence[Run]) -> set[float]:
 
 def _millions(run: Run, step: int) -> float:
     return step * (run.tokens_per_step or 1) / 1e6
-
-
-def _named(label: object) -> bool:
-    return not str(label).startswith("_")

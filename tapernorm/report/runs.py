@@ -144,7 +144,7 @@ class Run:
             dict.fromkeys(key.removeprefix(prefix) for row in self.rows for key in row if key.startswith(prefix))
         )
 
-    # ----------------------------------------------------------------------------------------------------- logit chasing
+    # -------------------------------------------------------------------------------------------------- logit chasing
 
     @property
     def settled(self) -> list[Tree]:
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def lever(self) -> float | None:
-        """sum |radial/mean| / sum |radial/theory| after the taper: 1 if the scale of h_L acts on the logits, 0 if not."""
+        """sum |radial/mean| / sum |radial/theory| after the taper: 1 if the scale of h_L acts on the logits, else 0."""
         rows = [row for row in self.settled if row.get("radial/mean") is not None and row.get("radial/theory")]
         theory = math.fsum(abs(row["radial/theory"]) for row in rows)
         return math.fsum(abs(row["radial/mean"]) for row in rows) / theory if theory else None
