@@ -49,6 +49,7 @@ HELP_KEYS = (
     "trainer.batch_size",
     "trainer.device",
     "tracking.wandb",
+    "report",
     "seed",
     "runs_dir",
     "run_dir",

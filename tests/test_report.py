@@ -134,6 +134,7 @@ def test_a_missing_seed_is_left_out_of_the_pairs_and_named(three_seeds: Path) ->
     assert found.modes[1].values(found.gap) == pytest.approx({0: 1.0, 2: 1.2})
     told = list(compare.uncounted(found))
     assert "baseline (tiny): no run of seed 1" in told
+    assert compare.statistics_table(found, "tiny").rows[1][4].endswith("; n = 2)")
     assert "all_taper, log_target (tiny): no run of seed 2" in told
     pairs = {(pair.first.label, pair.second.label): pair for pair in compare.pairs(found)}
     assert sorted(pairs[("all_taper, log_target", "baseline")].gaps) == [0]
@@ -150,7 +151,7 @@ def test_failed_and_unfinished_runs_are_shown_and_counted_nowhere(three_seeds: P
     assert free.values(lambda run: run.val_loss)[0] != free.values(lambda run: run.val_loss)[1]
     told = "\n".join(compare.uncounted(found))
     assert "all_taper, no anchor (tiny), seed 3: diverged at step 20: the loss is not finite (dead)" in told
-    assert "all_taper, no anchor (tiny), seed 4: unfinished at step 20 (alive)" in told
+    assert "all_taper, no anchor (tiny), seed 4: unfinished at step 20, last metric 0:0" in told
     assert "second run of this seed, shown but not counted" in told
     assert {row[2] for row in compare.runs_table(found).rows} == {"finished", "diverged", "unfinished"}
     assert compare.mode_verdict(free) == ("chasing", "chases logits, 3 of 6")
@@ -239,6 +240,23 @@ def test_a_run_whose_gate_is_open_is_not_judged(tmp_path: Path) -> None:
     (directory / "metrics.jsonl").write_text("\n".join(lines[:8]) + "\n")  # to step 16 of a taper that ends at 18
     found = comparison(tmp_path)
     assert found.runs[0].verdict == "early" and compare.headline(found).startswith("Too early")
+
+
+def test_a_scale_without_effect_is_no_chase(tmp_path: Path) -> None:
+    directory = make(tmp_path / "run", "all_taper", drift=1.0)
+    text = (directory / "metrics.jsonl").read_text()
+    (directory / "metrics.jsonl").write_text(text.replace('"radial/mean": 0.2', '"radial/mean": 0.02'))
+    assert runs.read(directory).verdict == "inert"
+    assert runs.read(make(tmp_path / "open", "all_taper", drift=1.0, gate={"shape": "constant"})).verdict == "normed"
+
+
+def test_the_headline_of_a_sweep_that_goes_on(tmp_path: Path) -> None:
+    make(tmp_path / "base")
+    make(tmp_path / "held", "all_taper", anchor={"kind": "mean_log"})
+    assert compare.headline(comparison(tmp_path)) == "No mode chases logits."
+    (make(tmp_path / "free", "all_taper", status=None) / "metrics.jsonl").unlink()
+    found = compare.headline(comparison(tmp_path))
+    assert found == "No mode chases logits so far; of 1 of 3 it is too early to tell."
 
 
 def test_a_growing_scale_without_a_pull_is_no_chase(tmp_path: Path) -> None:

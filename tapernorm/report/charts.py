@@ -13,6 +13,7 @@ from tapernorm.statistics import estimate
 GAP = "gap"
 POINTS = 12_000  # drawn per metric over all runs: what keeps a page of 30 runs within a few megabytes
 HEAT_COLUMNS = 200
+COLOURS = 8  # of the page's palette
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
         estimate(list(mode.values(measure).values()))
         for measure in (lambda run: run.drift, comparison.logit_gap, comparison.gap)
     )
-    first = mode.first
+    first, n = mode.first, len(mode.counted)
     against = "reference" if mode.is_baseline else "no baseline"
     return {
         "label": mode.label,
@@ -211,8 +212,8 @@ def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
         "drift": interval(drift, "+.2f") or number(first.drift, "+.2f"),
         "logit_norm": number(first.last("logits/norm_mean"), ".1f"),
         "val_loss": number(first.val_loss, ".4f"),
-        "logit_gap": against if mode.is_baseline or logits is None else interval(logits, "+.1f", " %"),
-        "gap": against if mode.is_baseline or gap is None else interval(gap, "+.2f", " %"),
+        "logit_gap": against if mode.is_baseline or logits is None else interval(logits, "+.1f", " %", n),
+        "gap": against if mode.is_baseline or gap is None else interval(gap, "+.2f", " %", n),
         "told": "" if mode.is_baseline else told(gap),
     }
 
@@ -321,10 +322,17 @@ def short(value: float | None) -> float | None:
 def notes(runs: Sequence[dict[str, Any]]) -> list[str]:
     """What the page must say about the numbers that it draws."""
     said = []
+    if len({run["mode"] for run in runs}) > COLOURS:
+        said.append(f"There are more than {COLOURS} modes, so colours repeat: hover over a line to see its run.")
     if thinned := [run for run in runs if run["thinned"] or (run["heat"] or {}).get("thinned")]:
         said.append(
             f"Of {len(thinned)} of {len(runs)} runs not every point is drawn: of each short interval the smallest "
             "and the largest (heat maps: every n-th column). metrics.jsonl has them all."
+        )
+    statuses = {run["status"] for run in runs}
+    if "diverged" in statuses and len(statuses) > 1:
+        said.append(
+            "Vertical axes fit the runs that did not diverge; the autoscale button of a chart shows all of them."
         )
     if any(run["derived_force"] for run in runs):
         said.append(

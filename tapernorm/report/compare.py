@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 
 from tapernorm import run as saved_runs
 from tapernorm.config import leaves
-from tapernorm.report.runs import CHASING_DRIFT, LEVER, VERDICTS, Run
+from tapernorm.report.runs import CHASING_DRIFT, LEVER, VERDICTS, Run, silence
 from tapernorm.statistics import OUTLIER_MIN, OUTLIER_Z, Estimate, estimate, holm, outliers, p_value, paired_percent
+from tapernorm.tracking import clock
 
+LISTED = 3  # modes that a headline names
 UNDECIDED = "not distinguishable"
 
 
@@ -169,13 +172,19 @@ def uncounted(comparison: Comparison) -> Iterator[str]:
             if run.finished:
                 yield f"{_title(mode, run)}: a second run of this seed, shown but not counted ({run.name})"
             else:
-                reason = f": {run.error}" if run.error else ""
-                yield f"{_title(mode, run)}: {run.status} at step {run.last_step}{reason} ({run.name})"
+                yield f"{_title(mode, run)}: {state_of(run)} ({run.name})"
         if missing := missing_seeds(comparison, mode):
             listed = ", ".join(map(str, missing))
             yield f"{mode.label} ({mode.size}): no run of seed{'s' * (len(missing) > 1)} {listed}"
         if not any(comparison.baseline_of(run) for run in mode.runs) and mode.counted:
             yield f"{mode.label} ({mode.size}): no finished baseline with the same seed and settings, so no gap"
+
+
+def state_of(run: Run) -> str:
+    """Where a run that is not finished stands, and why it stands there."""
+    quiet = silence(run.directory) if run.status == "unfinished" else None
+    since = "" if quiet is None else f", last metric {clock(quiet)} ago"
+    return f"{run.status} at step {run.last_step}{since}{f': {run.error}' if run.error else ''}"
 
 
 def _title(mode: Mode, run: Run) -> str:
@@ -206,26 +215,30 @@ def headline(comparison: Comparison) -> str:
             "growing": "The residual scale grows, but not by the pull of the loss.",
             "shrinking": "No logit chasing: the residual scale shrinks.",
             "held": "No logit chasing: the residual scale is held.",
+            "inert": "No logit chasing: the residual scale has no effect on the logits.",
             "normed": "No logit chasing: the final norm is in place.",
             "diverged": "This run diverged.",
         }[comparison.runs[0].verdict]
+    waiting = len(comparison.modes) - len(judged)
     if not chasing:
-        return f"None of {len(judged)} modes chases logits."
+        later = f" so far; of {waiting} of {len(comparison.modes)} it is too early to tell" if waiting else ""
+        return f"No mode chases logits{later}."
     names = [
         f"{mode.label}{f' ({mode.size})' if several else ''}"
         + f" ({sum(run.verdict == 'chasing' for run in mode.runs)} of {len(mode.runs)} seeds)"
         for mode in chasing
     ]
     verb = "chases" if len(chasing) == 1 else "chase"
-    return f"{len(chasing)} of {len(judged)} modes {verb} logits: {'; '.join(names)}."
+    listed = "; ".join(names[:LISTED]) + (f"; and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return f"{len(chasing)} of {len(judged)} modes {verb} logits: {listed}."
 
 
 RULE = (
-    "Rule, over the steps after the gate has closed: the lever is there if the radial gradient on the probe batch "
-    f"is at least {LEVER:g} of its theory without a final norm; then a drift above +{CHASING_DRIFT:g} e-folds "
-    f"({100 * (2.718281828**CHASING_DRIFT - 1):.0f} %) with a pull outwards on the training batches is chasing, "
-    f"within ±{CHASING_DRIFT:g} the scale is held. Without the lever a final norm is in place: its scale may "
-    "drift, but the logits do not follow."
+    "Where a standard norm reads the residual stream last, its scale has no effect on the logits: no chasing. "
+    "Elsewhere, over the steps after the gate has closed: the scale has an effect if the radial gradient on the probe "
+    f"batch is at least {LEVER:g} of its theory. Then a drift above +{CHASING_DRIFT:g} e-folds "
+    f"({100 * (math.exp(CHASING_DRIFT) - 1):.0f} %) with a pull outwards on the training batches is chasing; within "
+    f"±{CHASING_DRIFT:g} the scale is held."
 )
 
 
@@ -268,7 +281,7 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
                 str(len(mode.counted)),
                 interval(estimate(list(losses.values())), ".3f"),
                 each(losses, ".3f", marks),
-                "" if mode.is_baseline else interval(gap, "+.2f"),
+                "" if mode.is_baseline else interval(gap, "+.2f", n=len(mode.counted)),
                 "" if mode.is_baseline else each(gaps, "+.2f", marks),
                 "reference" if mode.is_baseline else told(gap),
                 interval(estimate(list(mode.values(lambda run: run.drift).values())), "+.2f"),
@@ -402,13 +415,15 @@ def number(value: float | None, form: str) -> str:
     return text if any(digit in text for digit in "123456789") else text.lstrip("+-")
 
 
-def interval(found: Estimate | None, form: str, unit: str = "") -> str:
-    """`+0.50 % (-1.55 to +2.56)`, the mean alone of one value, '' for none."""
+def interval(found: Estimate | None, form: str, unit: str = "", n: int | None = None) -> str:
+    """`+0.50 % (-1.55 to +2.56)`, the mean alone of one value, '' for none; it says so if they are not n."""
     if found is None:
         return ""
+    fewer = "" if n in (None, found.n) else f"n = {found.n}"
     if found.low is None:
-        return number(found.mean, form) + unit
-    return f"{number(found.mean, form)}{unit} ({number(found.low, form)} to {number(found.high, form)})"
+        return number(found.mean, form) + unit + (f" ({fewer})" if fewer else "")
+    ends = f"{number(found.low, form)} to {number(found.high, form)}"
+    return f"{number(found.mean, form)}{unit} ({ends}{f'; {fewer}' if fewer else ''})"
 
 
 def each(values: dict[int, float], form: str, marks: dict[int, str]) -> str:
@@ -468,7 +483,7 @@ def _telling(run: Run, alike: Sequence[Run]) -> list[str]:
     own, others = dict(leaves(run.resolved)), [dict(leaves(other.resolved)) for other in alike]
     asked = [dict(leaves(other.composed)) for other in alike]
     return [
-        f"{key.rpartition('.')[2]}={saved_runs.show(value)}"
+        f"{key.removeprefix('optim.').removeprefix('trainer.')}={saved_runs.show(value)}"
         for key, value in own.items()
         if not saved_runs.within(key, hidden)
         and any(other.get(key) != value for other in others)

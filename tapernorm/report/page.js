@@ -228,7 +228,7 @@
         layout.xaxis.anchor = "y2";
       } else if (right) Object.assign(layout.yaxis2, { overlaying: "y", side: "right", showgrid: false, range: [-0.04, 1.04], tickvals: [0, 0.5, 1] });
       const levels = (left ? ["y"] : []).concat(right && chart.split ? ["y2"] : []).flatMap((yref) => chart.levels.map((level) => ({ type: "line", xref: "paper", yref, x0: 0, x1: 1, y0: level, y1: level, layer: "below", line: { color: css("--soft"), width: 1, dash: level === 0 ? "solid" : "dot" } })));
-      if (chart.settled) for (const name of chart.split ? ["y", "y2"] : ["y"]) fitSettled(layout, traces, name, chart.levels);
+      for (const name of ["y", "y2"]) fitAxis(chart, layout, traces, name);
       if (chart.log) for (const name of ["y", "y2"]) ticksOfLog(layout, traces, name);
       if (chart.zone) levels.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: -chart.zone, y1: chart.zone, layer: "below", line: { width: 0 }, fillcolor: css("--zone") });
       const marked = marks();
@@ -246,14 +246,18 @@
     plots.push({ id: chart.id, plot: target.plot, node: target.node, draw, timed: true });
   }
 
-  // Before the warmup ends the numbers of an untrained model would span the axis: it fits what comes after.
-  function fitSettled(layout, traces, name, levels) {
+  // An untrained model's numbers would span some charts' axes, a diverged run's those of any: these fit the others.
+  const diverged = new Set(runs.filter((run) => run.status === "diverged").map((run) => run.name));
+  function fitAxis(chart, layout, traces, name) {
     const axis = layout[name === "y" ? "yaxis" : "yaxis2"];
+    const sound = traces.filter((trace) => trace.yaxis === name && !diverged.has(trace.legendgroup));
+    if (!axis || axis.range || !sound.length || (!chart.settled && sound.length === traces.filter((trace) => trace.yaxis === name).length)) return;
     const starts = [...state.on].map((i) => runs[i]).filter((run) => run.k_warmup).map((run) => xOf(run, run.k_warmup));
-    const start = starts.length ? Math.max(...starts) : 0;
-    const values = traces.filter((trace) => trace.yaxis === name).flatMap((trace) => trace.y.filter((y, i) => y !== null && trace.x[i] >= start));
-    if (!axis || values.length < 2) return;
-    const low = Math.min(...levels, ...values), high = Math.max(...levels, ...values);
+    const start = chart.settled && starts.length ? Math.max(...starts) : 0;
+    const scale = chart.log ? Math.log10 : (y) => y;
+    const values = sound.flatMap((trace) => trace.y.filter((y, i) => y !== null && trace.x[i] >= start && (!chart.log || y > 0))).map(scale);
+    if (values.length < 2) return;
+    const low = Math.min(...chart.levels, ...values), high = Math.max(...chart.levels, ...values);
     axis.range = [low - 0.08 * (high - low || 1), high + 0.08 * (high - low || 1)];
   }
 
@@ -280,8 +284,9 @@
       ends.set(name, end);
     }
     const width = plot.clientWidth;
-    if (width < 620 || ends.size < 2 || ends.size > 12) return;
-    const all = traces.flatMap((trace) => trace.y.filter((y) => y !== null));
+    if (width < 620 || ends.size < 2 || ends.size > 12) return; // too many names would need more room than there is
+    const sound = traces.filter((trace) => !diverged.has(trace.legendgroup));
+    const all = (sound.length ? sound : traces).flatMap((trace) => trace.y.filter((y) => y !== null));
     const low = Math.min(-0.3, ...all), high = Math.max(0.3, ...all), pad = 0.05 * (high - low);
     layout.yaxis.range = [low - pad, high + pad];
     const gap = ((high - low + 2 * pad) * 17) / 310; // 17 of about 310 pixels
@@ -393,7 +398,7 @@
 
   function dots(mode, values, low, high) {
     const width = 170, height = 24, pad = 8;
-    const x = (value) => pad + ((value - low) / (high - low)) * (width - 2 * pad);
+    const x = (value) => pad + ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (width - 2 * pad); // far ones at the edge
     const run = runs.find((other) => other.mode === mode);
     return make("svg", { class: "dots", width, height, role: "img", "aria-label": `drift of each seed: ${values.map((v) => v.toFixed(2)).join(", ")}` },
       make("rect", { class: "zone", x: x(-0.25), y: 3, width: x(0.25) - x(-0.25), height: height - 6, rx: 3 }),
@@ -403,8 +408,8 @@
 
   function drawVerdicts() {
     const drifts = runs.map((run) => run.drift).filter((value) => value !== null);
-    const low = Math.min(-0.4, ...drifts) - 0.05, high = Math.max(0.6, ...drifts) + 0.05;
-    const icons = { chasing: "▲ ", growing: "▲ ", shrinking: "▼ ", held: "● ", normed: "– ", early: "… ", diverged: "✕ ", failed: "✕ " };
+    const low = Math.max(-1.2, Math.min(-0.4, ...drifts) - 0.05), high = Math.min(2, Math.max(0.6, ...drifts) + 0.05);
+    const icons = { chasing: "▲ ", growing: "▲ ", shrinking: "▼ ", held: "● ", inert: "– ", normed: "– ", early: "… ", diverged: "✕ ", failed: "✕ " };
     const head = ["mode", "verdict", "drift, e-folds (grey: held)", ...(runs.length === 1 ? ["logit norm", "validation loss"] : ["logit norm vs baseline", "validation loss vs baseline"])];
     const rows = data.modes.map((mode, number) => {
       const values = runs.filter((run) => run.mode === number && run.drift !== null).map((run) => run.drift);

@@ -14,20 +14,21 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from tapernorm.report import charts
-from tapernorm.report.compare import RULE, Comparison, headline, tables, uncounted
-from tapernorm.report.runs import silence
+from tapernorm.report.compare import RULE, Comparison, headline, state_of, tables, uncounted
 from tapernorm.tracking import finite
 
 
 def render(comparison: Comparison, title: str, now: datetime) -> str:
     """The whole file. Every text from a run goes through JSON and the DOM's text nodes, never into markup."""
+    alone = comparison.runs[0] if len(comparison.runs) == 1 else None
+    apart = list(uncounted(comparison)) if alone is None else [] if alone.status == "finished" else [state_of(alone)]
     data = charts.payload(comparison) | {
         "title": title,
         "written": f"{now:%Y-%m-%d %H:%M:%S}",
         "headline": headline(comparison),
         "rule": RULE,
         "tables": [asdict(table) for table in tables(comparison)],
-        "uncounted": list(uncounted(comparison)) if len(comparison.runs) > 1 else _state(comparison),
+        "uncounted": apart,
     }
     data["notes"] = charts.notes(data["runs"])
     files = {name: _text(f"page.{name}") for name in ("html", "css", "js")}
@@ -38,16 +39,6 @@ def render(comparison: Comparison, title: str, now: datetime) -> str:
         data=embed(data),
         script=files["js"],
     )
-
-
-def _state(comparison: Comparison) -> list[str]:
-    """What to say of a single run that did not finish."""
-    (run,) = comparison.runs
-    if run.status == "finished":
-        return []
-    quiet = silence(run.directory)
-    since = "" if quiet is None or run.status != "unfinished" else f", last metric {quiet:.0f} s before this page"
-    return [f"{run.status} at step {run.last_step}{since}{f': {run.error}' if run.error else ''}"]
 
 
 def embed(data: Any) -> str:

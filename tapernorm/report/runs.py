@@ -147,6 +147,13 @@ class Run:
     # -------------------------------------------------------------------------------------------------- logit chasing
 
     @property
+    def final_norm(self) -> bool:
+        """Whether a standard norm reads h_L to the end, so that its scale has no effect on the logits."""
+        kind, sites = self.setting("norm", "kind"), self.setting("norm", "sites") or ()
+        open_gate = kind == "taper" and self.setting("gate", "shape") == "constant"
+        return kind == "standard" or open_gate or (kind is not None and "final" not in sites)
+
+    @property
     def settled(self) -> list[Tree]:
         """Rows after the taper; of a run that does not taper, those after the same step."""
         start = self.setting("gate", "k_taper")
@@ -170,11 +177,13 @@ class Run:
         """One of VERDICTS."""
         if self.status in ("diverged", "failed"):
             return self.status
+        if self.final_norm:
+            return "normed"
         lever, drift, pull = self.lever, self.drift, self.pull
         if lever is None or drift is None or pull is None:
             return "early"
         if lever < LEVER:
-            return "normed"
+            return "inert"
         if drift < -CHASING_DRIFT:
             return "shrinking"
         if drift <= CHASING_DRIFT:
@@ -188,6 +197,7 @@ VERDICTS = {  # the words of the badges; the report's text explains them
     "growing": "scale grows",
     "shrinking": "scale shrinks",
     "held": "scale held",
+    "inert": "scale has no effect",
     "normed": "final norm in place",
     "early": "too early to tell",
     "diverged": "diverged",
