@@ -41,8 +41,8 @@ def write_figures(comparison: Comparison, out: Path) -> list[str]:
     right.set(title="Validation loss against the same seed's baseline", ylabel="gap [%]")
     names = []
     for name, figure in (("chasing.png", chasing), ("losses.png", losses)):
-        handles = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
-        handles = {label: line for label, line in handles.items() if not label.startswith("_")}
+        lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+        handles = {label: line for label, line in lines.items() if not label.startswith("_")}  # _: matplotlib's own
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(out / name, dpi=130)
         names.append(name)

@@ -460,13 +460,16 @@
     byId("count").textContent = `${state.on.size} of ${runs.length}`;
   }
 
+  // An interval may go to a line of its own, but stays in one piece.
+  const unbroken = (text) => { const found = text.match(/^([-+\d.]+ )(\(.*\))$/); return found ? [found[1], make("span", { class: "piece" }, found[2])] : [text]; };
+
   function drawTables() {
     for (const table of data.tables) {
       const quiet = new Set(["not distinguishable", "one pair: no interval", "one seed: no interval", "no baseline"]);
       // The seeds' values go below their mean, which saves a column.
       const below = (column) => table.columns[column + 1] === "each seed";
       const own = (row) => row.map((text, column) => [text, column]).filter(([, column]) => table.columns[column] !== "each seed");
-      const cell = (tag, row) => ([text, column]) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", text.length < 34 ? "own" : ""].join(" ").trim() }, text, below(column) ? make("small", {}, row[column + 1]) : "");
+      const cell = (tag, row) => ([text, column]) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", text.length < 34 ? "own" : ""].join(" ").trim() }, ...unbroken(text), below(column) ? make("small", {}, row[column + 1]) : "");
       const cells = (tag, row) => make("tr", {}, own(row).map(cell(tag, row)));
       byId("tables").append(make("div", { class: "table", id: `table-${table.id}` }, make("h3", {}, table.title), make("p", { class: "caption" }, ...named(table.note)),
         make("div", { class: "scroll" }, make("table", {}, make("thead", {}, cells("th", table.columns)), make("tbody", {}, table.rows.map((row) => cells("td", row)))))));
