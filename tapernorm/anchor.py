@@ -113,6 +113,29 @@ class ScaleAnchor:
                 return self.strength * (gap.square() + 2.0 * gap * (level - level.detach()))
         raise ValueError(f"anchor={self.config.kind} has no loss")
 
+    @torch.no_grad()
+    def force(self, h: Tensor, batch_level: Tensor | None = None) -> Tensor:
+        """d loss / d ln(scale) of one microbatch (B, T, D), a scalar in nats per e-fold; positive pulls the scale down.
+
+        fixed_target  2 lambda mean_tokens k s (s - s_tgt)      log_target  2 lambda mean_tokens k ln(s / s_tgt)
+        mean_log      2 lambda (mean_tokens ln s - ln s_tgt) mean_tokens k
+
+        with k = d ln s / d ln||h|| = 1 - eps/s^2. Its mean over a step's equal microbatches is the whole batch's.
+        """
+        if self.target is None:
+            raise RuntimeError("the scale target is not frozen yet")
+        target, scale = self.target, self.scale(h)
+        follows = 1.0 - self.eps / scale.square()
+        match self.config.kind:
+            case "fixed_target":
+                return 2.0 * self.strength * (follows * scale * (scale - target)).mean()
+            case "log_target":
+                return 2.0 * self.strength * (follows * (scale / target).log()).mean()
+            case "mean_log":
+                level = scale.log().mean() if batch_level is None else batch_level
+                return 2.0 * self.strength * (level - math.log(target)) * follows.mean()
+        raise ValueError(f"anchor={self.config.kind} has no force")
+
     def describe(self) -> str:
         """One line for people: s_tgt, lambda and the dimensionless lambda * s_tgt^2."""
         if self.target is None:

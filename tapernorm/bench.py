@@ -139,8 +139,7 @@ class Decoding:
         self.step: Callable[[], object] = self._step
         self.fill()
         if mode == "compile":
-            compiled = torch.compile(self._next)
-            self.step = lambda: self.token.copy_(compiled(self.token))
+            self.step = self._compiled()
         elif mode == "cuda_graph":
             self.step = self._captured().replay
 
@@ -150,6 +149,15 @@ class Decoding:
 
     def _step(self) -> None:
         self.token.copy_(self._next(self.token))
+
+    def _compiled(self) -> Callable[[], object]:
+        compiled, n_prompt = torch.compile(self._next), self.cache.longest
+
+        def step() -> None:
+            self.cache.longest = n_prompt  # which only checks that there is room; a number that moves compiles twice
+            self.token.copy_(compiled(self.token))
+
+        return step
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()

@@ -53,6 +53,7 @@ HELP_KEYS = (
     "trainer.batch_size",
     "trainer.device",
     "tracking.wandb",
+    "report",
     "seed",
     "runs_dir",
     "run_dir",

@@ -362,6 +362,7 @@ class Config:
     run_dir: str | None = meaning("this run's own directory; null: a new one under runs_dir", None)
     cache_dir: str | None = meaning("prepared data and tokenizers; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
     resume: str | None = meaning("'auto', or the directory of a run or checkpoint to go on from", None)
+    report: bool = meaning("write report.html at the end, of the run and of its sweep", True)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)

@@ -91,6 +91,8 @@ def conclude(run: TrainingRun) -> None:
             f"(drift {drift:+.2f}, the log of their ratio); logit norm {run.last_probe['logits/norm_mean']:.4g}; "
             f"gate {run.gate:.4g}; {run.tokens:,} tokens in {clock(run.seconds)}"
         )
+    if run.config.report:
+        say(f"charts: {run.directory / 'report.html'}")
     say("to evaluate it:")
     say(evaluate_command(run.directory))
 

@@ -34,11 +34,16 @@ class Interrupted(Exception):
 
 
 def train(
-    config: Config, directory: Path, checkpoint: Path | None = None, say: Callable[[str], None] = print
+    config: Config,
+    directory: Path,
+    checkpoint: Path | None = None,
+    say: Callable[[str], None] = print,
+    at_end: Callable[[dict[str, Any]], None] = lambda outcome: None,
 ) -> dict[str, Any]:
     """Train to config.trainer.max_steps inside `directory` and return the run's summary.
 
-    Goes on from `checkpoint` if given, exactly as if it had never stopped. Raises ConfigError for data or devices
+    Goes on from `checkpoint` if given, exactly as if it had never stopped. `at_end` gets the outcome of a run that
+    finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError for data or devices
     that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
     """
     device = pick_device(config.trainer.device)
@@ -65,9 +70,11 @@ def train(
                 raise Divergence(run.step, run.gate, "the validation loss", run.summary())
         except Divergence as fault:
             tracker.log(fault.step, {"train/loss": math.nan, "gate/g": fault.gate})
+            at_end({**(fault.summary or {}), "status": "diverged", "error": str(fault)})
             tracker.finish("diverged", fault.summary)
             raise
         summary = run.summary()
+        at_end({**summary, "status": "finished", "error": None})
         tracker.finish("finished", summary)
     conclude(run)
     return summary
@@ -94,6 +101,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                     aux = run.anchor.loss(hidden, level)
                     total = loss + aux
                     run.interval["anchor"] += aux.detach() / len(micro)
+                    run.interval["force"] += run.anchor.force(hidden, level) / len(micro)
                 elif run.anchor.records(step):
                     run.anchor.record(hidden)
                 (total / len(micro)).backward()

@@ -5,6 +5,7 @@
 <run>/config.yaml            the resolved configuration (written by the trainer)
 <run>/run.log                what the run said, and the traceback of a failure
 <run>/summary.json           written last: status finished, diverged, failed or interrupted, and the results
+<run>/report.html            charts of the run, made from the files above
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
 ADJUSTABLE = (
     "tracking",
     "cache_dir",
+    "report",
     "trainer.accumulation",
     "trainer.compile",
     "trainer.device",
@@ -63,6 +65,10 @@ ADJUSTABLE = (
     "trainer.val_batch_size",
     "trainer.val_interval",
 )
+
+
+# What a run may differ in from the baseline that it is compared with, beside ADJUSTABLE and OWN.
+COMPARED = ("norm", "anchor", "gate", "calibration")
 
 
 class InUse(ConfigError):
@@ -165,7 +171,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             say(note)
         outcome: Tree = {"status": "interrupted", "error": None}
         try:
-            outcome = _outcome(start, say)
+            outcome = _outcome(start, say, began)
             if outcome["status"] == "interrupted":
                 raise Stopped(outcome.pop("signal"))
         except ConfigError as error:
@@ -179,19 +185,37 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             # A finished run that could not be made longer keeps its results.
             kept = before if outcome["status"] == "failed" and before and before["status"] == "finished" else summary
             write_summary(directory, kept)
+        if config.report and outcome["status"] == "failed":
+            write_page(directory, summary, say)
     return summary
 
 
-def _outcome(start: Start, say: Say) -> Tree:
+def write_page(directory: Path, summary: Tree, say: Say) -> None:
+    """report.html of the run. Whatever goes wrong with it is said in one line: a result never depends on it."""
+    try:
+        from tapernorm import report  # here, as only this needs it
+
+        report.write_page(directory, summary)
+    except Exception as error:
+        say(f"warning: no report.html ({type(error).__name__}: {' '.join(str(error).split())})")
+
+
+def _outcome(start: Start, say: Say, began: float) -> Tree:
     from tapernorm import loop  # here, so that faults of the configuration are told before torch is imported
 
+    config, directory = start.config, start.directory
+
+    def at_end(outcome: Tree) -> None:
+        if config.report:
+            write_page(directory, _summary(config, outcome, time.monotonic() - began), say)
+
     try:
-        result = loop.train(start.config, start.directory, checkpoint=start.checkpoint, say=say)
+        result = loop.train(config, directory, checkpoint=start.checkpoint, say=say, at_end=at_end)
     except loop.Interrupted as stop:
         say(str(stop))
         return {**stop.summary, "status": "interrupted", "error": None, "signal": stop.signal}
     except loop.Divergence as fault:
-        append_log(start.directory, str(fault))
+        append_log(directory, str(fault))
         return {**(fault.summary or {}), "status": "diverged", "error": str(fault)}
     return {**result, "status": "finished", "error": None}
 
@@ -507,6 +531,18 @@ def given_keys(overrides: Sequence[str]) -> list[str] | None:
     known = {key for key, _ in all_keys()} | {key.partition(".")[0] for key, _ in all_keys()}
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     return keys if all(key in known for key in keys) else None
+
+
+def match_key(resolved: Tree) -> str:
+    """What a run and its baseline share, the seed included: model, data, optimizer, length, ..."""
+    free = (*COMPARED, *ADJUSTABLE, *OWN)
+    return json.dumps({key: value for key, value in leaves(resolved) if not within(key, free)}, sort_keys=True)
+
+
+def is_baseline(resolved: Tree) -> bool:
+    """Standard norms and no anchor."""
+    kinds = [resolved.get(section, {}).get("kind") for section in ("norm", "anchor")]
+    return kinds == ["standard", "none"]
 
 
 def within(key: str, sections: Sequence[str]) -> bool:

@@ -31,7 +31,7 @@ from tapernorm.table import print_table
 LONGEST_NAME = 100
 FAILED = ".failed"  # in a sweep's directory: a job has failed, and with sweep.fail_fast no other one starts
 # Not part of a job's identity: they say where and how it runs.
-UNNAMED = (*run.OWN, "tracking", "cache_dir", "trainer.device", "trainer.progress")
+UNNAMED = (*run.OWN, "tracking", "cache_dir", "report", "trainer.device", "trainer.progress")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Sweep:
 
     directory: Path
     jobs: list[str]  # names of the jobs' directories; empty if a sweeper picks them as it goes
+    report: bool = False  # whether to write the report of all jobs at the end
 
 
 started: Sweep | None = None  # set by the callback in the launching process, read when Hydra returns
@@ -134,7 +135,7 @@ def start(config: DictConfig) -> Sweep:
     jobs = check(config, arguments, directory) if basic else []
     (directory / FAILED).unlink(missing_ok=True)
     _say(f"sweep {name}: {len(jobs) or 'some'} jobs in {directory}")
-    return Sweep(directory, jobs)
+    return Sweep(directory, jobs, bool(config.report))
 
 
 def check(config: DictConfig, arguments: Sequence[str], directory: Path) -> list[str]:
@@ -321,7 +322,19 @@ def report() -> bool:
             _say(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
     if stopped:
         _say(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+    if sweep.report and len(stopped) < len(rows):
+        write_report(sweep.directory)
     return bool(incomplete)
+
+
+def write_report(directory: Path) -> None:
+    """The report of all jobs, in the sweep's directory. Whatever goes wrong with it is said in one line."""
+    try:
+        from tapernorm import report  # here, as only this needs it
+
+        _say(f"report: {report.write_report([directory], directory)}")
+    except Exception as error:
+        _say(f"warning: no report ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "drift", "steps", "seconds")
@@ -335,10 +348,9 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
     rows: list[run.Tree] = []
     for name in dict.fromkeys([*sweep.jobs, *folders]):
         summary, config = _read(sweep.directory / name)
-        others = {key: value for key, value in config.items() if key not in NOT_MATCHED}
-        match = json.dumps(others, sort_keys=True)
+        match = run.match_key(config)
         loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
-        if loss is not None and kind == "standard" and config["anchor"]["kind"] == "none":
+        if loss is not None and run.is_baseline(config):
             losses[match] = loss
         rows.append(
             {
@@ -356,9 +368,6 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         base, loss = losses.get(row["match"]), row["val loss"]
         row["gap %"] = None if base is None or loss is None else 100 * (loss / base - 1)
     return rows
-
-
-NOT_MATCHED = ("norm", "anchor", "gate", "calibration", "tracking", "cache_dir", *run.OWN)
 
 
 def _read(directory: Path) -> tuple[run.Tree, run.Tree]:

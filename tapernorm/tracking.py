@@ -34,6 +34,7 @@ METRICS: dict[str, str] = {
     "val/perplexity": "exp(val/loss)",
     "anchor/loss": "the anchor's scale loss before its weight",
     "anchor/weighted": "lambda times anchor/loss: what the anchor adds to the training objective",
+    "anchor/force": "the restoring force d(anchor/weighted) / d ln s, nats per e-fold; positive pulls the scale down",
     "anchor/lambda": "the anchor's resolved weight lambda",
     "gate/g": "the global gate that the step used: 1 normalized, 0 tapered",
     "calib/c.<site>": "the calibrated constant that stands in for 1/r at this norm",

@@ -198,7 +198,7 @@ class TrainingRun:
     def fresh_interval(self) -> dict[str, Any]:
         """Sums since the last logged line: tensors, so that they need no synchronisation."""
         zero = torch.zeros((), device=self.device)
-        return {"loss": zero, "anchor": zero.clone(), "steps": 0}
+        return {"loss": zero, "anchor": zero.clone(), "force": zero.clone(), "steps": 0}
 
     def training_metrics(self, step: int, grad_norm: Tensor, ratio: UpdateRatio | None) -> dict[str, float | None]:
         """Averages since the last line and the state of this step; starts a new interval."""
@@ -224,6 +224,7 @@ class TrainingRun:
             weighted = self.interval["anchor"].item() / steps
             metrics["anchor/weighted"] = weighted
             metrics["anchor/loss"] = weighted / self.anchor.strength if self.anchor.strength else 0.0
+            metrics["anchor/force"] = self.interval["force"].item() / steps
         self.interval = self.fresh_interval()
         self.log_scale.grad = None
         self.interval_start = time.perf_counter(), self.tokens
@@ -323,7 +324,8 @@ class TrainingRun:
         self.anchor.load_state_dict(state["anchor"], self.device)
         radial = state["interval"].pop("radial")
         self.log_scale.grad = None if radial is None else radial.to(self.device)
-        self.interval = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
+        saved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
+        self.interval = self.fresh_interval() | saved
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)

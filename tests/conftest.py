@@ -36,6 +36,7 @@ TINY: dict[str, Any] = {
     "gate": {"k_warmup": 10, "k_taper": 18},
     "calibration": {"window": 6},
     "tracking": {"wandb": "disabled"},
+    "report": False,
 }
 
 

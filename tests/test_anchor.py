@@ -81,6 +81,23 @@ def test_the_loss_pulls_the_scale_to_its_target(kind: str) -> None:
         assert math.copysign(1, log_scale.grad.item()) == sign
 
 
+@pytest.mark.parametrize("family", ["rms", "layer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_force_is_the_derivative_of_the_loss_by_the_log_scale(kind: str, family: str) -> None:
+    """Also where eps counts, and in microbatches."""
+    config = AnchorConfig(kind=kind, weight=0.7)
+    subject = ScaleAnchor(config, k_warmup=4, window=2, decay=0.9, family=family, eps=0.5)
+    subject.set_target(2.0)
+    h = 1.7 * torch.randn(8, 5, 16)
+    log_scale = torch.zeros((), requires_grad=True)
+    subject.loss(h * (1 + log_scale)).backward()
+    assert log_scale.grad is not None
+    torch.testing.assert_close(subject.force(h), log_scale.grad)
+    level = subject.log_level(h)
+    parts = [subject.force(part, level) for part in h.chunk(4)]
+    torch.testing.assert_close(torch.stack(parts).mean(), log_scale.grad)
+
+
 def test_layernorm_family_measures_sigma() -> None:
     h = torch.randn(3, 16) + 100.0
     assert token_scale(h, "layer", 1e-5).max() < 5

@@ -15,6 +15,7 @@ ALLOWED = {
     "data": {"config", "sources", "tokenizer"},
     "device": {"config"},
     "tracking": {"config"},
+    "statistics": set(),
     "optim": {"config"},
     "norms": {"config", "gate"},
     "calibration": {"config", "norms"},
@@ -51,8 +52,17 @@ def test_imports_point_one_way() -> None:
         assert own & modules <= allowed, name
 
 
+def test_reports_are_made_from_files_alone() -> None:
+    """Neither torch nor anything that trains: a report costs no second of import and works beside running jobs."""
+    allowed = {"config", "report", "run", "statistics", "tracking"}
+    for path in (PACKAGE / "report").glob("*.py"):
+        own = {part.split(".")[1] for part in imports(path) if part.startswith("tapernorm.")}
+        assert own <= allowed, path.stem
+        assert "torch" not in {name.split(".")[0] for name in imports(path)}
+
+
 def test_each_heavy_library_has_one_place() -> None:
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         roots = {name.split(".")[0] for name in imports(path)}
         assert "wandb" not in roots or path.stem == "tracking"
         assert "transformers" not in roots or path.stem == "hf"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import tapernorm
-from tapernorm import cli, faults, run
+from tapernorm import cli, faults, run, sweep
 from tapernorm.config import Config, build, resolve
 
 ROOT = cli.CONFIGS.parent
@@ -59,6 +59,9 @@ def trainer(monkeypatch, tmp_path):
     for name, module in {"loop": fake, "checkpoint": checkpoint}.items():
         monkeypatch.setitem(sys.modules, f"tapernorm.{name}", module)
         monkeypatch.setattr(tapernorm, name, module, raising=False)
+    # Reports have tests of their own, and cost a second a time.
+    monkeypatch.setattr(run, "write_page", lambda directory, say: None)
+    monkeypatch.setattr(sweep, "write_report", lambda directory: None)
     monkeypatch.chdir(tmp_path)
     return fake
 

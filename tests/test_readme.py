@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^python (.*)$", README, flags=re.M)]
+LINES = [line.split("#")[0].strip() for line in re.findall(r"^python (.*)$", README, flags=re.M)]
+COMMANDS = [line for line in LINES if "scripts/report.py" not in line]  # that one is not Hydra's
 
 
 def command(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -29,6 +31,13 @@ def test_commands_compose(line: str, tmp_path: Path) -> None:
     done = command([script, *arguments[1:], "--cfg", "job"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_report_command_is_understood() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "report.py"))
+    (arguments,) = (shlex.split(line)[1:] for line in LINES if line not in COMMANDS)
+    given = script["parser"]().parse_args(arguments)
+    assert given.directories == [Path("runs/sweeps/NAME")] and given.watch == 30
 
 
 def test_the_two_commands_are_there() -> None:
@@ -67,7 +76,7 @@ def test_a_whole_smoke_run_and_its_evaluation(tmp_path: Path) -> None:
     assert said and again and said[1] == again[1]
     run_dir = next((tmp_path / "runs").iterdir())
     names = {path.name for path in run_dir.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "run.log", ".hydra"} <= names
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "run.log", ".hydra", "report.html"} <= names
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}, "nothing stray in the launch directory"
 
 
@@ -85,6 +94,8 @@ def test_a_whole_sweep_with_offline_wandb_runs(tmp_path: Path) -> None:
     }
     summaries = [json.loads((job / "summary.json").read_text()) for job in jobs]
     assert {summary["status"] for summary in summaries} == {"finished"}
+    made = {"report.html", "report.md", "report.csv", "chasing.png", "losses.png"}
+    assert made <= {path.name for path in sweep.iterdir()}
     assert {summary["gate"] for summary in summaries if "taper" in summary["norm"]} == {0.0}
     assert len({path.name for path in sweep.glob("*/wandb/offline-run-*/*.wandb")}) == 6
     table = done.stdout[done.stdout.index(" job ") :]

@@ -106,7 +106,7 @@ def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], 
         run(tiny(norm="all_taper", trainer=trainer, **keys), tmp_path / str(accumulation))
     whole, split = rows(tmp_path / "1"), rows(tmp_path / "4")
     for a, b in zip(whole, split, strict=True):
-        for key in ("train/loss", "grad/norm", "anchor/weighted", "scale/target"):
+        for key in ("train/loss", "grad/norm", "anchor/weighted", "anchor/force", "scale/target"):
             assert (key in a) == (key in b)
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=2e-4, abs=1e-6), (a["step"], key)
     first = next(row for row in whole if "anchor/weighted" in row)
@@ -142,6 +142,7 @@ WANTED = {
     "train/loss",
     "val/loss",
     "anchor/loss",
+    "anchor/force",
     "gate/g",
     "scale/final_rms_mean",
     "scale/final_rms_p99",

@@ -1,0 +1,102 @@
+"""The report of one run or many: report.html to look at, and for many also report.md, report.csv and figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tapernorm.report.compare import Comparison, compare_runs, outlying
+from tapernorm.report.page import markdown, render
+from tapernorm.report.runs import VERDICTS, discover, read
+from tapernorm.tracking import METRICS_FILE
+
+__all__ = ["last_change", "write_page", "write_report"]
+
+PAGE = "report.html"
+
+
+def write_page(directory: Path, summary: dict[str, Any] | None = None) -> Path:
+    """report.html of one run, in its directory; with a summary that summary.json does not hold yet."""
+    file = directory / PAGE
+    _write(file, render(compare_runs([read(directory, summary)]), directory.name, datetime.now()))
+    return file
+
+
+def write_report(directories: Sequence[Path], out: Path) -> Path:
+    """report.html, report.md, report.csv, chasing.png and losses.png of all runs in `directories`, into `out`.
+
+    Returns the page. Raises ConfigError for a directory that holds no run.
+    """
+    from tapernorm.report.figures import write_figures  # matplotlib takes a second
+
+    comparison = compare_runs([read(directory) for directory in discover(directories)])
+    title = " + ".join(dict.fromkeys(directory.resolve().name for directory in directories))
+    now = datetime.now()
+    out.mkdir(parents=True, exist_ok=True)
+    images = write_figures(comparison, out)
+    _write(out / "report.csv", table_of_runs(comparison))
+    _write(out / "report.md", markdown(comparison, title, now, images))
+    _write(out / PAGE, render(comparison, title, now))
+    return out / PAGE
+
+
+def last_change(directories: Sequence[Path]) -> float:
+    """When any of the runs last wrote metrics or a summary (seconds since the epoch; 0 if none ever did)."""
+    files = (folder / name for folder in discover(directories) for name in (METRICS_FILE, "summary.json"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def table_of_runs(comparison: Comparison) -> str:
+    """CSV, one row a run. Units: nats per token (losses), per cent (gaps), e-folds (drift), nats per e-fold (pull)."""
+    rows = []
+    for mode in comparison.modes:
+        marks = outlying(comparison, mode)
+        for run in mode.runs:
+            base = comparison.baseline_of(run)
+            rows.append(
+                {
+                    "run": run.name,
+                    "directory": str(run.directory),
+                    "status": run.status,
+                    "counted": run in mode.counted.values(),
+                    "size": mode.size,
+                    "mode": mode.label,
+                    "norm": run.norm,
+                    "anchor": run.anchor,
+                    "seed": run.seed,
+                    "step": run.last_step,
+                    "tokens": run.summary.get("tokens"),
+                    "val_loss": run.val_loss,
+                    "gap_percent": comparison.gap(run),
+                    "baseline": base.name if base else None,
+                    "outlier": marks.get(run.seed) if run.seed is not None else None,
+                    "drift": run.drift,
+                    "scale_target": run.last("scale/target"),
+                    "logit_norm": run.last("logits/norm_mean"),
+                    "logit_norm_gap_percent": comparison.logit_gap(run),
+                    "logit_max": run.last("logits/abs_max"),
+                    "lever": run.lever,
+                    "pull": run.pull,
+                    "verdict": VERDICTS[run.verdict],
+                    "tokens_per_s": run.last("throughput/tokens_per_s"),
+                    "seconds": run.summary.get("seconds"),
+                    "parameters": run.summary.get("parameters"),
+                    "error": run.error,
+                }
+            )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _write(file: Path, text: str) -> None:
+    """Atomically, because a browser may be reading the previous one."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
