@@ -43,8 +43,8 @@ def train(
     """Train to config.trainer.max_steps inside `directory` and return the run's summary.
 
     Goes on from `checkpoint` if given, exactly as if it had never stopped. `at_end` gets the outcome of a run that
-    finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError for data or devices
-    that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
+    finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError
+    for data or devices that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
     """
     device = pick_device(config.trainer.device)
     keep_freed_memory()
