@@ -310,6 +310,7 @@ def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.devic
     phases = ("decode", "prefill") if case.mode == "eager" else ("decode",)
     samples: dict[str, dict[str, list[float]]] = {phase: {name: [] for name in arms} for phase in phases}
     dtype = getattr(torch, case.dtype)
+    n_cached = config.prompt_tokens + WARM_STEPS + config.new_tokens // 2
     with _bar(placements * config.repeats * len(arms) * len(phases)) as bar, _no_gradients(case.mode):
         for _ in range(placements):
             placed = {name: place(arms[name], dtype, device) for name in order.sample(list(arms), len(arms))}
@@ -317,14 +318,14 @@ def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.devic
             at_work = {name: Decoding(model, case.mode, prompts, config.new_tokens) for name, model in placed.items()}
             for phase in phases:
                 runs = {name: partial(getattr(Decoding, phase), decoding) for name, decoding in at_work.items()}
-                interleave(runs, 3, order)  # not counted: first calls, first pages, compilation
+                interleave(runs, 1, order)  # not counted: first calls, first pages, compilation
                 for name, values in interleave(runs, config.repeats, order, bar.update).items():
                     samples[phase][name] += values
-    n_cached = config.prompt_tokens + WARM_STEPS + config.new_tokens // 2
-    n_bytes = {name: streamed_bytes(model, case.batch_size, n_cached) for name, model in placed.items()}
+            n_bytes = {name: streamed_bytes(model, case.batch_size, n_cached) for name, model in placed.items()}
+            del placed, at_work, runs  # so that the next copies come to lie here, each in another one's place
     rows = []
     for phase in phases:
-        for row in _compare(samples[phase], config.arms[0]):
+        for row in _compare(samples[phase], config.arms[0], placements):
             tokens = case.batch_size * (config.prompt_tokens if phase == "prefill" else 1)
             row |= {"phase": phase, "tokens_per_s": 1e3 * tokens / row["ms"]}
             if phase == "decode":
@@ -338,11 +339,11 @@ def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.devic
     return rows
 
 
-def _compare(samples: dict[str, list[float]], reference: str) -> Iterator[Row]:
+def _compare(samples: dict[str, list[float]], reference: str, placements: int) -> Iterator[Row]:
     """Per arm: median and quartiles in ms, speed-up over the reference, time over the arm without norms, verdict."""
-    control = ratio(samples[reference], samples[CONTROL]) if CONTROL in samples else Ratio(1.0, 1.0, 1.0)
+    control = ratio(samples[reference], samples[CONTROL], placements) if CONTROL in samples else Ratio(1.0, 1.0, 1.0)
     for name, values in samples.items():
-        speedup = ratio(samples[reference], values)
+        speedup = ratio(samples[reference], values, placements)
         low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
             torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
         )
@@ -352,7 +353,7 @@ def _compare(samples: dict[str, list[float]], reference: str) -> Iterator[Row]:
             "ms_quartiles": [1e3 * low.item(), 1e3 * high.item()],
             "samples": len(values),
             "speedup": dataclasses.asdict(speedup),
-            "over_no_norms": dataclasses.asdict(ratio(values, samples[CEILING])),
+            "over_no_norms": dataclasses.asdict(ratio(values, samples[CEILING], placements)),
             "verdict": "reference" if name == reference else verdict(speedup, control),
         }
 

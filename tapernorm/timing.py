@@ -22,14 +22,19 @@ class Ratio:
     high: float
 
 
-def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+def ratio(a: Sequence[float], b: Sequence[float], groups: int = 1) -> Ratio:
     """Ratio of the medians of paired samples (n,), with a percentile bootstrap interval.
 
     The i-th of both were measured in the same round, so a resample takes both: what slows a whole round down cancels.
+    With `groups`, samples that follow each other in as many equal parts had something in common, such as their place
+    in memory; a resample then draws whole groups first and samples within them, and the interval covers both.
     """
     numerator, denominator = np.asarray(a), np.asarray(b)
-    n = len(numerator)
-    draws = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+    size = len(numerator) // groups
+    rng = np.random.default_rng(0)
+    within = rng.integers(size, size=(RESAMPLES, groups, size))
+    group = rng.integers(groups, size=(RESAMPLES, groups, 1)) if groups > 1 else 0
+    draws = (group * size + within).reshape(RESAMPLES, -1)
     ratios = np.median(numerator[draws], axis=1) / np.median(denominator[draws], axis=1)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return Ratio(float(np.median(numerator) / np.median(denominator)), float(low), float(high))

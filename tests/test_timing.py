@@ -22,6 +22,15 @@ def test_the_ratio_of_medians_and_an_interval_that_holds_the_truth_95_times_of_1
     assert hits >= 0.9 * 200
 
 
+def test_groups_that_differ_widen_the_interval() -> None:
+    rng = np.random.default_rng(2)
+    a = np.concatenate([place * rng.lognormal(0, 0.01, 30) for place in rng.lognormal(0, 0.05, 8)])
+    b = rng.lognormal(0, 0.01, 240)
+    plain, grouped = ratio(a, b), ratio(a, b, groups=8)
+    assert plain.value == grouped.value
+    assert grouped.high - grouped.low > 2 * (plain.high - plain.low)
+
+
 def test_equal_samples_differ_by_nothing() -> None:
     values = [1.0, 3.0, 2.0]
     assert ratio(values, values) == ratio([1.0], [1.0])
