@@ -250,7 +250,7 @@ def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> di
         "versions": {"torch": torch.__version__, "tapernorm": git_revision()},
         "date": time.strftime("%Y-%m-%d"),
         "config": to_dict(config),
-        "parameters": arms[config.arms[0]].n_parameters(),
+        "parameters": base.n_parameters(),
         "copy_bandwidth_GB_s": bandwidth / 1e9,
         "operators": {name: operators(model) for name, model in arms.items()},
         "cases": [],

@@ -518,7 +518,10 @@ class View:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A sweep with hostile names, a diverged and an unfinished run; one run alone; a run without any metric."""
+    """A sweep with hostile names, a diverged and an unfinished run; one run alone; a run without any metric.
+
+    And the runs or sweeps that TAPERNORM_REPORT_RUNS names, if it does.
+    """
     folder = tmp_path_factory.mktemp("pages")
     sweep_dir = folder / "sweep <b>&\"' name"
     for seed in range(2):
@@ -531,7 +534,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make(sweep_dir / "alive", "all_taper", 3, status=None, torn=True)
     empty = make(folder / "empty", status=None)
     (empty / "metrics.jsonl").unlink()
+    real = [Path(name) for name in os.environ.get("TAPERNORM_REPORT_RUNS", "").split(os.pathsep) if name]
     return {
+        **({"real": report.write_report(real, folder / "real")} if real else {}),
         "sweep": report.write_report([sweep_dir], sweep_dir),
         "single": report.write_page(
             make(folder / "single", "all_taper", drift=0.8, anchor={"kind": "mean_log"}).resolve()
@@ -548,7 +553,7 @@ def test_every_chart_has_data_at_every_width_and_theme(
 ) -> None:
     keep = Path(os.environ.get("TAPERNORM_SCREENSHOTS") or tmp_path)
     keep.mkdir(parents=True, exist_ok=True)
-    for name in ("sweep", "single"):
+    for name in pages.keys() - {"empty"}:
         view = View(browser, pages[name], width, dark)
         found = view.charts()
         expected = {chart.id for chart in charts.CHARTS} | {"layers", "heat"}
