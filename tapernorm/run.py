@@ -171,7 +171,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             say(note)
         outcome: Tree = {"status": "interrupted", "error": None}
         try:
-            outcome = _outcome(start, say, began)
+            outcome = _outcome(start, say)
             if outcome["status"] == "interrupted":
                 raise Stopped(outcome.pop("signal"))
         except ConfigError as error:
@@ -200,10 +200,10 @@ def write_page(directory: Path, summary: Tree, say: Say) -> None:
         say(f"warning: no report.html ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
-def _outcome(start: Start, say: Say, began: float) -> Tree:
+def _outcome(start: Start, say: Say) -> Tree:
     from tapernorm import loop  # here, so that faults of the configuration are told before torch is imported
 
-    config, directory = start.config, start.directory
+    config, directory, began = start.config, start.directory, time.monotonic()
 
     def at_end(outcome: Tree) -> None:
         if config.report:
