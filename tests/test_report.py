@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -319,6 +320,13 @@ def test_thinning_keeps_peaks_ends_and_gaps() -> None:
     assert charts.thin(points[:400], 400) == points[:400]
 
 
+def test_thinned_seeds_have_enough_steps_in_common_for_their_mean() -> None:
+    noise = random.Random(0)
+    seeds = [charts.thin([(step, noise.random()) for step in range(n)], 400) for n in (4000, 4000, 2500)]
+    common = set.intersection(*({step for step, _ in points} for points in seeds))
+    assert common >= set(range(0, 2500, 32))
+
+
 def test_thirty_long_runs_stay_below_ten_megabytes_and_say_what_is_left_out(tmp_path: Path) -> None:
     first = runs.read(make(tmp_path / "run", "all_taper", drift=0.5))
     names = [f"{block}.{half}" for block in range(8) for half in ("attn", "mlp")]
@@ -366,9 +374,9 @@ def test_a_run_writes_its_page_quickly_unless_told_not_to(tiny: Callable[..., Co
         assert summary["status"] == "finished"
         assert (tmp_path / name / "report.html").exists() == wanted
         assert ("report.html" in capsys.readouterr().out) == wanted
-    start = time.perf_counter()
+    start = time.process_time()  # other programs' time does not count
     report.write_page(tmp_path / "without")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     (only,) = comparison(tmp_path / "without").runs
     assert only.points("anchor/force") and not only.derives_force
 
