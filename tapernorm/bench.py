@@ -342,8 +342,8 @@ def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.devic
 
 def _compare(samples: dict[str, list[float]], reference: str, placements: int) -> Iterator[Row]:
     """Per arm: median and quartiles in ms, speed-up over the reference, time over the arm without norms, verdict."""
-    has_control = all(name in samples for name in EQUAL)
-    control = ratio(*(samples[name] for name in EQUAL), placements) if has_control else Ratio(1.0, 1.0, 1.0)
+    one, other = map(samples.get, EQUAL)
+    control = ratio(one, other, placements) if one and other else Ratio(1.0, 1.0, 1.0)
     for name, values in samples.items():
         speedup = ratio(samples[reference], values, placements)
         low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
