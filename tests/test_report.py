@@ -381,13 +381,27 @@ def test_a_run_writes_its_page_quickly_unless_told_not_to(tiny: Callable[..., Co
     assert only.points("anchor/force") and not only.derives_force
 
 
+def test_a_finished_run_that_could_not_be_made_longer_is_still_shown_as_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> dict[str, Any]:
+        raise RuntimeError("no memory")
+
+    directory = make(tmp_path / "run")
+    tree = merge(TINY, {"norm": NORMS["baseline"], "report": True})
+    monkeypatch.setattr(run, "_outcome", fail)
+    summary = run.execute(run.Start(resolve(build(tree)), tree, directory), overrides=[])
+    assert (summary["status"], runs.read(directory).status) == ("failed", "finished")
+    assert '"status":"finished"' in (directory / "report.html").read_text()
+
+
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(directory: Path) -> None:
+    def fail(directory: Path, summary: dict[str, Any]) -> None:
         raise OSError("no space\nleft")
 
     monkeypatch.setattr(report, "write_page", fail)
     said: list[str] = []
-    run.write_page(tmp_path, said.append)
+    run.write_page(tmp_path, {}, said.append)
     assert said == ["warning: no report.html (OSError: no space left)"]
 
 
