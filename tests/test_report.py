@@ -243,6 +243,11 @@ def test_a_run_whose_gate_is_open_is_not_judged(tmp_path: Path) -> None:
     assert found.runs[0].verdict == "early" and compare.headline(found).startswith("Too early")
 
 
+def test_runs_that_failed_are_not_called_early(tmp_path: Path) -> None:
+    make(tmp_path / "run", "all_taper", status="failed")
+    assert compare.headline(comparison(tmp_path)) == "No run can be judged: all have failed."
+
+
 def test_a_scale_without_effect_is_no_chase(tmp_path: Path) -> None:
     directory = make(tmp_path / "run", "all_taper", drift=1.0)
     text = (directory / "metrics.jsonl").read_text()
