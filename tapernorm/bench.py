@@ -52,7 +52,7 @@ from tapernorm.tracking import clock
 
 N_VOCAB = 10_000  # of random weights whose model.vocab_size is null: the size that the method was published with
 CEILING = "no_norms"
-CONTROL = "baseline_again"
+EQUAL = ("baseline", "baseline_again")  # arms whose difference is what measuring makes of none
 WARM_STEPS = 2  # at the start of every sample: the arm before has filled the processor's caches
 INTERNAL, ALL = ("attn", "mlp"), ("attn", "mlp", "final")
 
@@ -87,7 +87,7 @@ def build_arms(base: Decoder, names: Iterable[str]) -> Arms:
         # Its head is a matrix of its own, as it is in the folded arms.
         "no_norms": lambda: _like(base, NoNormConfig(), tied=False),
     }
-    return {name: recipes[name]() for name in names}
+    return {name: recipes[name]().eval().requires_grad_(False) for name in names}
 
 
 def _like(base: Decoder, norm: AnyNormConfig, tied: bool | None = None) -> Decoder:
@@ -96,13 +96,13 @@ def _like(base: Decoder, norm: AnyNormConfig, tied: bool | None = None) -> Decod
     given.setdefault("head.weight", base.embed.weight)
     own = model.state_dict()
     model.load_state_dict({name: given[name] for name in own.keys() & given.keys()}, strict=False)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _tapered(base: Decoder, sites: tuple[str, ...]) -> Decoder:
     model = _like(base, TaperNormConfig(name="taper", sites=sites))
     model.set_gate(0.0, Phase.TAPERED)
-    return model.requires_grad_(False)
+    return model
 
 
 def load_base(config: BenchmarkConfig) -> Decoder:
@@ -161,6 +161,7 @@ class Decoding:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # for the prompt's forward
         with torch.cuda.stream(stream):  # kernels choose themselves at their first calls, which no graph can hold
             self._step()
         torch.cuda.current_stream().wait_stream(stream)
@@ -341,7 +342,8 @@ def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.devic
 
 def _compare(samples: dict[str, list[float]], reference: str, placements: int) -> Iterator[Row]:
     """Per arm: median and quartiles in ms, speed-up over the reference, time over the arm without norms, verdict."""
-    control = ratio(samples[reference], samples[CONTROL], placements) if CONTROL in samples else Ratio(1.0, 1.0, 1.0)
+    one, other = map(samples.get, EQUAL)
+    control = ratio(one, other, placements) if one and other else Ratio(1.0, 1.0, 1.0)
     for name, values in samples.items():
         speedup = ratio(samples[reference], values, placements)
         low, median, high = torch.tensor(values, dtype=torch.float64).quantile(

@@ -78,7 +78,9 @@ def _row(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interval(found: dict[str, Any] | None) -> str | None:
+    """'+0.0123 (+0.0100 to +0.0146)'; the mean alone where there is no error, as of one document."""
     if found is None or "not_compared" in found:
         return None
     unit = "" if found["unit"] == "nats/token" else f" {found['unit']}"
-    return f"{found['mean']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f}){unit}"
+    ends = f" ({found['low']:+.4f} to {found['high']:+.4f})" if math.isfinite(found["se"]) else ""
+    return f"{found['mean']:+.4f}{ends}{unit}"

@@ -13,7 +13,7 @@ import torch
 
 from tapernorm.device import autocast
 from tapernorm.generate import generate
-from tapernorm.tracking import Progress, clock
+from tapernorm.tracking import REPORT_FILE, Progress, clock
 from tapernorm.trainer import TrainingRun
 
 
@@ -91,8 +91,8 @@ def conclude(run: TrainingRun) -> None:
             f"(drift {drift:+.2f}, the log of their ratio); logit norm {run.last_probe['logits/norm_mean']:.4g}; "
             f"gate {run.gate:.4g}; {run.tokens:,} tokens in {clock(run.seconds)}"
         )
-    if run.config.report:
-        say(f"charts: {run.directory / 'report.html'}")
+    if run.config.report and (run.directory / REPORT_FILE).exists():
+        say(f"charts: {run.directory / REPORT_FILE}")
     say("to evaluate it:")
     say(evaluate_command(run.directory))
 

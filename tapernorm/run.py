@@ -186,7 +186,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             kept = before if outcome["status"] == "failed" and before and before["status"] == "finished" else summary
             write_summary(directory, kept)
         if config.report and outcome["status"] == "failed":
-            write_page(directory, summary, say)
+            write_page(directory, kept, say)
     return summary
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,39 @@ def test_streamed_bytes_by_hand(arms: bench.Arms) -> None:
 )
 def test_verdicts(speedup: tuple[float, ...], control: tuple[float, ...], expected: str) -> None:
     assert verdict(Ratio(*speedup), Ratio(*control)) == expected
+
+
+def test_the_control_is_the_pair_of_equal_arms_whatever_the_reference_is() -> None:
+    """A control of the reference and the second baseline would find baseline's double time nothing to speak of."""
+    times = {"no_norms": 1.0, "baseline": 2.0, "baseline_again": 2.02, "all_taper_folded": 0.9}
+    rows = bench._compare({name: [value] * 6 for name, value in times.items()}, "no_norms", 2)
+    found = {row["arm"]: row["verdict"] for row in rows}
+    assert found == {
+        "no_norms": "reference",
+        "baseline": "slower",
+        "baseline_again": "slower",
+        "all_taper_folded": "faster",
+    }
+
+
+def test_a_compiled_step_is_one_graph_that_no_step_compiles_again(
+    arms: bench.Arms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = partial(
+        torch.compile, backend="eager", fullgraph=True
+    )  # the tracing alone: generated code takes minutes
+    monkeypatch.setattr(torch, "compile", compiler)
+    prompts = torch.randint(0, 300, (3, 8))
+    for name in ("baseline", "internal_taper", "all_taper_folded"):
+        torch.compiler.reset()
+        tokens = []
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            for mode in ("eager", "compile"):
+                decoding = Decoding(arms[name], mode, prompts, 4)
+                decoding.decode()
+                decoding.decode()
+                tokens.append(decoding.token.tolist())
+        assert tokens[0] == tokens[1], name
 
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

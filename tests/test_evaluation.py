@@ -280,6 +280,15 @@ def test_a_sweep_against_its_baseline(sweep: Path, capsys: pytest.CaptureFixture
     assert f"{second['loss']:.4f} ± {second['loss_se']:.4f}" in table
 
 
+def test_one_document_has_a_difference_without_an_interval(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = (str(sweep / "baseline"), str(sweep / "all_taper"))
+    report = measured({"checkpoint": pair, "tokens": 32, "out": str(sweep / "one.json")})
+    found = report["checkpoints"][1]["versus_baseline"]
+    assert found["documents"] == 1 and found["se"] is None and found["low"] is None
+    table = capsys.readouterr().out
+    assert f"{found['mean']:+.4f}" in table and "nan" not in table
+
+
 def test_what_several_checkpoints_are_called_and_where_they_lie(sweep: Path) -> None:
     def labels(*given: str, **keys: Any) -> list[str]:
         report = measured({"checkpoint": given, **keys}, lambda line: None)

@@ -31,6 +31,17 @@ def test_groups_that_differ_widen_the_interval() -> None:
     assert grouped.high - grouped.low > 2 * (plain.high - plain.low)
 
 
+@pytest.mark.parametrize("groups", [3, 12])
+def test_the_interval_holds_the_truth_95_times_of_100_also_with_few_groups(groups: int) -> None:
+    rng = np.random.default_rng(groups)
+
+    def arm() -> np.ndarray:
+        return (rng.lognormal(0, 0.01, (groups, 1)) * rng.lognormal(0, 0.01, (groups, 8))).ravel()
+
+    found = [ratio(arm(), arm(), groups) for _ in range(100)]
+    assert sum(each.low <= 1 <= each.high for each in found) >= 90
+
+
 def test_equal_samples_differ_by_nothing() -> None:
     values = [1.0, 3.0, 2.0]
     assert ratio(values, values) == ratio([1.0], [1.0])

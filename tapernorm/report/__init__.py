@@ -12,16 +12,14 @@ from typing import Any
 from tapernorm.report.compare import Comparison, compare_runs, outlying
 from tapernorm.report.page import markdown, render
 from tapernorm.report.runs import VERDICTS, discover, read
-from tapernorm.tracking import METRICS_FILE
+from tapernorm.tracking import METRICS_FILE, REPORT_FILE
 
 __all__ = ["last_change", "write_page", "write_report"]
-
-PAGE = "report.html"
 
 
 def write_page(directory: Path, summary: dict[str, Any] | None = None) -> Path:
     """report.html of one run, in its directory; with a summary that summary.json does not hold yet."""
-    file = directory / PAGE
+    file = directory / REPORT_FILE
     _write(file, render(compare_runs([read(directory, summary)]), directory.name, datetime.now()))
     return file
 
@@ -40,8 +38,8 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     images = write_figures(comparison, out)
     _write(out / "report.csv", table_of_runs(comparison))
     _write(out / "report.md", markdown(comparison, title, now, images))
-    _write(out / PAGE, render(comparison, title, now))
-    return out / PAGE
+    _write(out / REPORT_FILE, render(comparison, title, now))
+    return out / REPORT_FILE
 
 
 def last_change(directories: Sequence[Path]) -> float:

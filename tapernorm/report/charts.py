@@ -297,14 +297,16 @@ def heat(run: Run) -> dict[str, Any] | None:
 
 
 def thin(points: Points, limit: int) -> Points:
-    """At most about `limit` points: the smallest and largest of equal intervals, so that peaks stay; both ends stay.
+    """At most about `limit` points: of equal intervals the first, the smallest and the largest; both ends stay.
 
-    A value that is not finite is kept, because it is a peak, too.
+    The extremes keep the peaks, and a value that is not finite is one, too. The first points are the steps that seeds
+    have in common, where the page draws their mean; so that runs of unequal length share them, too, an interval is a
+    power of two.
     """
     if len(points) <= limit:
         return points
-    size = -(-2 * len(points) // limit)
-    kept = {0, len(points) - 1}
+    size = 1 << (-(-3 * len(points) // limit) - 1).bit_length()
+    kept = {*range(0, len(points), size), len(points) - 1}
     for start in range(0, len(points), size):
         bucket = range(start, min(start + size, len(points)))
         finite = [i for i in bucket if points[i][1] is not None]
@@ -326,8 +328,8 @@ def notes(runs: Sequence[dict[str, Any]]) -> list[str]:
         said.append(f"There are more than {COLOURS} modes, so colours repeat: hover over a line to see its run.")
     if thinned := [run for run in runs if run["thinned"] or (run["heat"] or {}).get("thinned")]:
         said.append(
-            f"Of {len(thinned)} of {len(runs)} runs not every point is drawn: of each short interval the smallest "
-            "and the largest (heat maps: every n-th column). metrics.jsonl has them all."
+            f"Of {len(thinned)} of {len(runs)} runs not every point is drawn: of each short interval the first, "
+            "the smallest and the largest (heat maps: every n-th column). metrics.jsonl has them all."
         )
     statuses = {run["status"] for run in runs}
     if "diverged" in statuses and len(statuses) > 1:

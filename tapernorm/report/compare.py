@@ -207,6 +207,8 @@ def headline(comparison: Comparison) -> str:
     several = len(comparison.sizes) > 1
     chasing = [mode for mode in comparison.modes if mode_verdict(mode)[0] == "chasing"]
     judged = [mode for mode in comparison.modes if any(run.verdict not in ("early", "failed") for run in mode.runs)]
+    if all(run.verdict == "failed" for run in comparison.runs):
+        return "No run can be judged: all have failed."
     if not judged:
         return "Too early to tell whether a run chases logits: no gate has closed yet."
     if len(comparison.runs) == 1:

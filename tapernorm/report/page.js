@@ -400,8 +400,9 @@
     const width = 170, height = 24, pad = 8;
     const x = (value) => pad + ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (width - 2 * pad); // far ones at the edge
     const run = runs.find((other) => other.mode === mode);
+    const { zone } = data.charts.find((chart) => chart.id === "drift");
     return make("svg", { class: "dots", width, height, role: "img", "aria-label": `drift of each seed: ${values.map((v) => v.toFixed(2)).join(", ")}` },
-      make("rect", { class: "zone", x: x(-0.25), y: 3, width: x(0.25) - x(-0.25), height: height - 6, rx: 3 }),
+      make("rect", { class: "zone", x: x(-zone), y: 3, width: x(zone) - x(-zone), height: height - 6, rx: 3 }),
       make("line", { class: "zero", x1: x(0), x2: x(0), y1: 2, y2: height - 2 }),
       values.map((value) => make("circle", { cx: x(value), cy: height / 2, r: 5, fill: colourOf(run), "fill-opacity": 0.8, stroke: css("--card"), "stroke-width": 1 })));
   }
