@@ -2,7 +2,8 @@
 # The decode table on one CUDA GPU for both ends of the sizes, within 8 minutes; JSON and Markdown in a directory.
 #     bash scripts/benchmark_cuda.sh [directory]
 set -euo pipefail
-out=$(realpath -m "${1:-benchmarks}")
+out=$(realpath -m "${1:-runs/benchmarks}")
+mkdir -p "$out"
 cd "$(dirname "$0")/.."
 for size in 30m 1m; do
   python scripts/benchmark_decode.py model=$size device=cuda 'modes=[eager,cuda_graph]' 'batch_sizes=[1,8,64]' \

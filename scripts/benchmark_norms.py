@@ -6,8 +6,8 @@ the ratio of medians with a 95 % bootstrap interval.
     python scripts/benchmark_norms.py [width ...]
 """
 
+import argparse
 import random
-import sys
 from functools import partial
 from statistics import median
 
@@ -54,10 +54,13 @@ def measure(dim: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("width", type=int, nargs="*", default=[64, 512], help="of the stream; default: 64 512")
+    widths = parser.parse_args().width
     keep_freed_memory()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {BATCH} x {TIME} tokens")
-    for dim in [int(argument) for argument in sys.argv[1:]] or [64, 512]:
+    for dim in widths:
         samples = measure(dim)
         for name, values in samples.items():
             found = ratio(values, samples["RMSNorm"])

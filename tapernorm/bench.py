@@ -236,10 +236,12 @@ def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> di
     keep_freed_memory()
     cases = _cases(config, device)
     base = load_base(config)
+    out = _out(config, base)
     needed = config.prompt_tokens + WARM_STEPS + config.new_tokens
     if needed > base.config.n_ctx:
         raise ConfigError(
-            f"prompt_tokens + new_tokens + {WARM_STEPS} = {needed} exceeds the context {base.config.n_ctx}"
+            f"prompt_tokens + new_tokens + {WARM_STEPS} = {needed} exceeds the context of {base.config.n_ctx} tokens; "
+            "make prompt_tokens or new_tokens smaller"
         )
     for name in (CEILING, config.arms[0]):
         if name not in config.arms:
@@ -283,10 +285,22 @@ def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> di
             peer = measure_peer(config, arms["baseline"], case, device)
             report["peer"].append({**dataclasses.asdict(case), **peer})
             say(peer_line(peer))
-    write(report, Path(config.out))
-    for line in [*report["left_out"], f"written to {config.out} and {Path(config.out).with_suffix('.md')}"]:
+    write(report, out)
+    for line in [VERDICTS, *report["left_out"], f"written to {out} and {out.with_suffix('.md')}"]:
         say(line)
     return report
+
+
+def _out(config: BenchmarkConfig, base: Decoder) -> Path:
+    """Where the result goes: checked now, not after an hour."""
+    if config.out is None:
+        file = f"decode_{base.config.name}_{time.strftime('%Y-%m-%d_%H%M%S')}.json"
+        (folder := Path("runs/benchmarks").absolute()).mkdir(parents=True, exist_ok=True)
+        return folder / file
+    out = Path(config.out)
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"out={out}: name a file in a directory that is there")
+    return out
 
 
 def _cases(config: BenchmarkConfig, device: torch.device) -> list[Case]:
@@ -356,12 +370,21 @@ def _compare(samples: dict[str, list[float]], reference: str, placements: int) -
             "samples": len(values),
             "speedup": dataclasses.asdict(speedup),
             "over_no_norms": dataclasses.asdict(ratio(values, samples[CEILING], placements)),
-            "verdict": "reference" if name == reference else verdict(speedup, control),
+            "verdict": "reference" if name == reference else verdict(speedup, control, len(values)),
         }
 
 
-def verdict(speedup: Ratio, control: Ratio) -> str:
+VERDICTS = (
+    "verdict: faster or slower where the whole interval lies beyond 1 and beyond what the interval of two equal arms "
+    "(baseline, baseline_again) allows for no difference"
+)
+FEWEST = 10  # samples under which a bootstrap interval means nothing
+
+
+def verdict(speedup: Ratio, control: Ratio, samples: int) -> str:
     """'faster' or 'slower' only where the interval lies outside 1 and outside what two equal arms differed by."""
+    if samples < FEWEST:
+        return "too few samples"
     if speedup.low > max(1.0, control.high):
         return "faster"
     if speedup.high < min(1.0, control.low):
@@ -479,7 +502,6 @@ def _interval(value: dict[str, float]) -> str:
 
 def write(report: dict[str, Any], path: Path) -> None:
     """The report as JSON, and its tables as Markdown beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     counts = {name: len(names) for name, names in report["operators"].items()}
     lines = [
@@ -494,5 +516,5 @@ def write(report: dict[str, Any], path: Path) -> None:
         ]
         lines += ["", f"### {Case(case['mode'], case['dtype'], case['batch_size'])}", *table(case["rows"])]
         lines += [peer_line(peer) for peer in peers]
-    lines += ["", *(f"Left out: {reason}" for reason in report["left_out"])]
+    lines += ["", VERDICTS, *(f"Left out: {reason}" for reason in report["left_out"])]
     path.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

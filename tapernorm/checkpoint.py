@@ -156,7 +156,12 @@ def latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
 def find(path: Path, say: Callable[[str], None] = print) -> Path:
     """The checkpoint meant by a run or checkpoint directory. Raises ConfigError, one line, if there is none."""
     if not path.is_dir():
-        raise ConfigError(f"checkpoint {path}: no such directory")
+        why = (
+            "a file, not a directory; name the run or checkpoint that it lies in"
+            if path.exists()
+            else "no such directory"
+        )
+        raise ConfigError(f"checkpoint {path}: {why}")
     if (path / "meta.json").is_file() or path.name.startswith("step-"):
         problem = fault(path)
         if problem:

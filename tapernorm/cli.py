@@ -119,7 +119,10 @@ def launch(
         text = textwrap.shorten(run.in_words(error), 300)  # submitit's has the job's whole console in it
         faults.stop(f"the launcher failed: {text}", status=1)
     finally:
-        failed = sweep.report()
+        try:
+            failed = sweep.report()
+        except KeyboardInterrupt:  # a second Ctrl-C: the table can be had again by the same command
+            failed, status = True, 130
     if status or failed:
         raise SystemExit(status or 1)
 
@@ -179,7 +182,10 @@ def generate(tree: DictConfig) -> None:
 def benchmark(tree: DictConfig) -> None:
     """The task of scripts/benchmark_decode.py."""
     with faults.in_one_line(BenchmarkConfig):
-        config = validate(absolute_paths(plain(tree), Path(HydraConfig.get().runtime.cwd)), BenchmarkConfig)
+        settings = HydraConfig.get()
+        config = validate(absolute_paths(plain(tree), Path(settings.runtime.cwd)), BenchmarkConfig)
+        if config.checkpoint and (shape := [item for item in settings.overrides.task if item.startswith("model")]):
+            raise ConfigError(f"{shape[0]}: the checkpoint brings its own shape; leave it out, or checkpoint=...")
         from tapernorm import bench  # torch: only once the command line is known to be right
 
         bench.benchmark(config)
@@ -196,7 +202,7 @@ def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
     def absolute(value: Any) -> Any:
         if isinstance(value, list):
             return [absolute(item) for item in value]
-        if not isinstance(value, str) or value == "???":
+        if not isinstance(value, str) or value in ("", "???"):
             return value
         return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
 
@@ -280,7 +286,13 @@ def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     lines += ["", "Keys (key=value), with their defaults:"]
     for key in shown:
         default = defaults.get(key, "???")
-        value = "null" if default is None else f"[{','.join(default)}]" if isinstance(default, list) else str(default)
+        value = (
+            "null"
+            if default is None
+            else f"[{','.join(map(str, default))}]"
+            if isinstance(default, list)
+            else str(default)
+        )
         lines.append(f"  {key + '=' + value:<30} {rows[key]}")
     sweeps = "  Sweeps: --multirun and a=1,2." if schema is Config else ""
     lines += ["", f"All keys: --cfg job.{sweeps}  Hydra's own options: --hydra-help"]

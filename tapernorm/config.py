@@ -433,10 +433,12 @@ class BenchmarkConfig:
 
     model: ModelConfig = meaning("the shape; random weights unless a checkpoint is given", ModelConfig())
     checkpoint: str | None = meaning("directory of a run or checkpoint whose shape and weights to use", None)
-    arms: tuple[ArmName, ...] = meaning("what is compared; the first one is the reference of the speed-ups", ARMS)
+    arms: Annotated[tuple[ArmName, ...], Field(min_length=2)] = meaning(
+        "what is compared; the first one is the reference of the speed-ups", ARMS
+    )
     batch_sizes: tuple[PositiveInt, ...] = meaning("sequences that are decoded side by side", (1, 8))
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = meaning("of the weights", ("float32", "bfloat16"))
-    modes: tuple[Literal["eager", "compile", "cuda_graph"], ...] | None = meaning(
+    modes: Annotated[tuple[Literal["eager", "compile", "cuda_graph"], ...] | None, Field(min_length=1)] = meaning(
         "null: eager and compile, on a CUDA device also cuda_graph", None
     )
     prompt_tokens: PositiveInt = meaning("tokens of the prompt", 64)
@@ -448,7 +450,9 @@ class BenchmarkConfig:
     seed: NonNegativeInt = meaning("of weights, prompts and order", 0)
     threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
-    out: str = meaning("where to write the result as JSON; the table goes beside it as .md", "benchmark.json")
+    out: str | None = meaning(
+        "where to write the result as JSON, with the table beside it as .md; null: a new file in runs/benchmarks", None
+    )
 
 
 def build(tree: Mapping[str, Any]) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm.comparison import Measured, compare, labels, plus_minus
-from tapernorm.config import Config, ConfigError, EvaluateConfig
+from tapernorm.config import Config, ConfigError, EvaluateConfig, to_dict
 from tapernorm.data import TokenFile, prepare, prepare_valid, reuse, validation_windows
 from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
@@ -105,13 +106,18 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     """
     device = pick_device(config.device, "device")
     keep_freed_memory()
-    if config.out and not Path(config.out).parent.is_dir():
-        raise ConfigError(f"out={config.out}: there is no directory {Path(config.out).parent}")
+    if config.out and (Path(config.out).is_dir() or not Path(config.out).parent.is_dir()):
+        raise ConfigError(f"out={config.out}: name a file in a directory that is there")
     given = [config.checkpoint] if isinstance(config.checkpoint, str) else [*config.checkpoint]
-    if not given:
-        raise ConfigError("checkpoint=[] names none; give the directory of a run, as in checkpoint=runs/RUN")
+    if not all(given) or not given:
+        raise ConfigError(
+            f"checkpoint={config.checkpoint} names none; give the directory of a run, as in checkpoint=runs/RUN"
+        )
     if config.baseline is not None:
-        given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+        try:
+            given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+        except ConfigError as error:
+            raise ConfigError(f"baseline={config.baseline}: {error}") from None
     paths = checkpoints.find_all(given, say)
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
@@ -121,8 +127,7 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     report = measure(Subject.load(config, path, labels(paths)[0], device, say), config, say)[0].report
     for line in _details(report):
         say(line)
-    own = "evaluation.json" if config.dataset is None else f"evaluation-{config.dataset.name}.json"
-    return _write(Path(config.out) if config.out else checkpoints.run_directory(path) / own, report, say)
+    return _write(config, checkpoints.run_directory(path) / "evaluation.json", report, say)
 
 
 def _evaluate_several(
@@ -150,7 +155,7 @@ def _evaluate_several(
         "checkpoints": [model.report for model in models if "checkpoint" in model.report],  # the folded lie in these
     }
     above = Path(os.path.commonpath([checkpoints.run_directory(path) for path in paths]))
-    return _write(Path(config.out) if config.out else above / "comparison.json", report, say)
+    return _write(config, above / "comparison.json", report, say)
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,7 @@ def measure(subject: Subject, config: EvaluateConfig, say: Callable[[str], None]
         "data": {
             "name": subject.text.path.parent.name,
             "own": config.dataset is None,
+            "dataset": None if config.dataset is None else to_dict(config.dataset),
             "documents": subject.text.n_documents,
             "tokens": subject.text.n_tokens,
         },
@@ -351,11 +357,23 @@ def _details(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"sample {number}: {' '.join(text.split())}"
 
 
-def _write(path: Path, report: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Write the report as JSON, which has null for what is not finite, and return it so."""
+def _write(
+    config: EvaluateConfig, usual: Path, report: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write the report as JSON, which has null for what is not finite, and return it so.
+
+    Under its usual name, to which config.dataset's is added, nothing is overwritten: an earlier result may be of
+    another step, text or choice of checkpoints. It stays under a number.
+    """
     plain = finite(dict(report))
+    text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+    own = usual if config.dataset is None else usual.with_stem(f"{usual.stem}-{config.dataset.name}")
+    path = Path(config.out) if config.out else own
     try:
-        path.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if not config.out and path.exists() and path.read_text(encoding="utf-8") != text:
+            names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+            say(f"the earlier {path.name} is now {path.rename(next(n for n in names if not n.exists())).name}")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"out={path} cannot be written: {error.strerror}") from None
     say(f"written to {path}")

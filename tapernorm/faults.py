@@ -68,7 +68,9 @@ def explain(error: BaseException, schema: type = Config) -> str:
         key = found[1]
         return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
     if found := re.match(r"Ambiguous value for argument '(.+)'", text):
-        return f"{found[1]} lists several values; add --multirun for a sweep, or write [...] for a list"
+        quoted = f"put quotes inside quotes around a text with commas: \"{found[1]}='a, b'\""
+        sweep = "add --multirun for a sweep, " if schema is Config else ""
+        return f"{found[1]} lists several values; {sweep}write [...] for a list, or {quoted}"
     if isinstance(error, OverrideParseException):
         return f"cannot read '{error.override}'; write key=value, and quote special characters: \"key='a value'\""
     if error.__cause__ is not None and str(error.__cause__) not in text:

@@ -350,6 +350,8 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         summary, config = _read(sweep.directory / name)
         match = run.match_key(config)
         loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
+        if summary.get("status") != "finished":
+            loss = None  # of a diverged run, a number that means nothing beside the others
         if loss is not None and run.is_baseline(config):
             losses[match] = loss
         rows.append(

@@ -339,7 +339,7 @@
       const layout = layoutOf({ y: "c, gain", log: true });
       ticksOfLog(layout, traces, "y");
       layout.xaxis = { ...layout.xaxis, type: "category", tickformat: "", title: { text: "" }, range: undefined, autorange: true, tickangle: -60, nticks: 40 };
-      const why = have.length ? "No tapered run is switched on, or no metric." : `Not recorded: ${runs.length > 1 ? "no run has" : "this run has no"} calibrated norms (yet).`;
+      const why = have.length ? "No tapered run is switched on, or no metric." : `Not recorded: ${runs.length > 1 ? "no run has" : "this run has no"} calibrated norms, or none was measured after the calibration.`;
       show(target, traces, layout, why);
     }
     plots.push({ id: "layers", plot: target.plot, node: target.node, draw });
