@@ -329,6 +329,8 @@ def open_log(directory: Path) -> Iterator[Say]:
     """
     with (directory / "run.log").open("a", encoding="utf-8") as file:
         if not _lock(file.fileno()):
+            time.sleep(0.2)  # whoever only asks, in `in_use`, holds the lock for a moment, too
+        if not _lock(file.fileno()):
             raise InUse(f"{directory} is in use by another process")
 
         def say(text: str) -> None:

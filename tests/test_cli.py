@@ -1,5 +1,6 @@
 """The command line: one-line faults before anything is written, directories, paths, replay, resume, exit codes."""
 
+import fcntl
 import json
 import os
 import runpy
@@ -186,6 +187,16 @@ def test_P02_an_occupied_run_dir_is_refused(launch):
     assert status == 2 and "mine already holds a run; add resume=auto" in err and err.count("\n") == 1
     status, out, _ = launch("run_dir=mine", "resume=auto")
     assert status == 0 and "has finished; nothing to do" in out
+
+
+def test_who_only_asks_whether_a_run_is_in_use_does_not_stop_it(tmp_path, monkeypatch):
+    (tmp_path / "run.log").touch()
+    with (tmp_path / "run.log").open("r+") as asking:
+        assert run._lock(asking.fileno())
+        monkeypatch.setattr(run.time, "sleep", lambda seconds: fcntl.flock(asking, fcntl.LOCK_UN))
+        with run.open_log(tmp_path):
+            assert run.in_use(tmp_path)
+    assert not run.in_use(tmp_path)
 
 
 def test_a_run_in_use_is_left_alone(launch, trainer):
