@@ -368,6 +368,7 @@ def _compare(samples: dict[str, list[float]], reference: str, placements: int) -
             "ms": 1e3 * median.item(),
             "ms_quartiles": [1e3 * low.item(), 1e3 * high.item()],
             "samples": len(values),
+            "all_ms": [1e3 * value for value in values],  # placement after placement
             "speedup": dataclasses.asdict(speedup),
             "over_no_norms": dataclasses.asdict(ratio(values, samples[CEILING], placements)),
             "verdict": "reference" if name == reference else verdict(speedup, control, len(values)),

@@ -150,7 +150,7 @@ def difference(losses: Losses, baseline: Losses) -> dict[str, Any] | str:
     theirs = {text: total for text, total, _ in baseline.whole_documents()}
     both = [(total - theirs[text], size) for text, total, size in losses.whole_documents() if text in theirs]
     if len(both) < 2:
-        return "another tokenizer and no two whole documents in common; a larger tokens=... takes in more of the text"
+        return "another tokenizer and no two whole documents in common; tokens=... can take in more of it"
     sums, sizes = np.array(both).T
     return _interval("bits/byte", sums / math.log(2), sizes)
 

@@ -77,22 +77,23 @@ def test_streamed_bytes_by_hand(arms: bench.Arms) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "control", "expected"),
+    ("speedup", "control", "samples", "expected"),
     [
-        ((1.05, 1.02, 1.08), (1.0, 0.99, 1.01), "faster"),
-        ((1.05, 1.02, 1.08), (1.0, 0.97, 1.03), "no measurable gain"),  # two equal arms differed as much
-        ((1.01, 0.99, 1.03), (1.0, 1.0, 1.0), "no measurable gain"),
-        ((0.9, 0.88, 0.92), (1.0, 0.98, 1.02), "slower"),
+        ((1.05, 1.02, 1.08), (1.0, 0.99, 1.01), 10, "faster"),
+        ((1.05, 1.02, 1.08), (1.0, 0.97, 1.03), 10, "no measurable gain"),  # two equal arms differed as much
+        ((1.01, 0.99, 1.03), (1.0, 1.0, 1.0), 10, "no measurable gain"),
+        ((0.9, 0.88, 0.92), (1.0, 0.98, 1.02), 10, "slower"),
+        ((0.9, 0.88, 0.92), (1.0, 0.98, 1.02), 9, "too few samples"),
     ],
 )
-def test_verdicts(speedup: tuple[float, ...], control: tuple[float, ...], expected: str) -> None:
-    assert verdict(Ratio(*speedup), Ratio(*control)) == expected
+def test_verdicts(speedup: tuple[float, ...], control: tuple[float, ...], samples: int, expected: str) -> None:
+    assert verdict(Ratio(*speedup), Ratio(*control), samples) == expected
 
 
 def test_the_control_is_the_pair_of_equal_arms_whatever_the_reference_is() -> None:
     """A control of the reference and the second baseline would find baseline's double time nothing to speak of."""
     times = {"no_norms": 1.0, "baseline": 2.0, "baseline_again": 2.02, "all_taper_folded": 0.9}
-    rows = bench._compare({name: [value] * 6 for name, value in times.items()}, "no_norms", 2)
+    rows = bench._compare({name: [value] * 10 for name, value in times.items()}, "no_norms", 2)
     found = {row["arm"]: row["verdict"] for row in rows}
     assert found == {
         "no_norms": "reference",
@@ -157,7 +158,8 @@ def test_time_that_is_up_and_cases_that_fail_are_said(tmp_path: Path, monkeypatc
     ("change", "message"),
     [
         ({"modes": ("cuda_graph",)}, "needs a CUDA device"),
-        ({"prompt_tokens": 60}, "exceeds the context 64"),
+        ({"prompt_tokens": 60}, "exceeds the context of 64 tokens"),
+        ({"out": "/nowhere/at/all.json"}, "name a file in a directory that is there"),
         ({"arms": ("baseline", "all_taper_folded")}, "lacks no_norms"),
     ],
 )
