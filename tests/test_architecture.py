@@ -32,6 +32,8 @@ ALLOWED = {
     "table": set(),
     "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
+    "tracing": set(),
+    "conversion": {"anchor", "calibration", "config", "fold", "gate", "norms", "tracing"},
 }
 
 
