@@ -18,19 +18,20 @@ See docs/convert.md.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from tapernorm.anchor import ScaleAnchor, token_scale
 from tapernorm.calibration import PLAUSIBLE_C
@@ -85,7 +86,9 @@ def recognise(module: nn.Module) -> NormSpec | str | None:
         return f"it has more than a gain and a bias: {', '.join(sorted(extra))}"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    dim, eps = weight.numel(), torch.finfo(weight.dtype).eps if eps is None else eps  # None: as the framework reads it
+    dim = weight.numel()
+    if eps is None:  # as nn.RMSNorm reads it: that of the precision in which it computes
+        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
     for family in ("rms", "layer"):
         if _agrees(module, spec := NormSpec(family, dim, eps)):
             return spec
@@ -100,14 +103,15 @@ def _agrees(module: Any, spec: NormSpec) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(module.weight)
 
-    parameters = {name: draw(spec.dim) for name, value in module._parameters.items() if value is not None}
+    probe = copy.copy(module)  # shallow, so that neither the parameters nor the hooks of the module are involved
+    probe._parameters = {name: value if value is None else draw(spec.dim) for name, value in module._parameters.items()}
     sizes = torch.tensor([1.0, 30.0, max(spec.eps, 1e-12) ** 0.5]).to(module.weight)
     h = (draw(2, 3, spec.dim) + 0.3) * sizes[:, None]
     try:
-        out = functional_call(module, parameters, (h,))
+        out = probe.forward(h)
     except Exception:  # it takes other input: whatever it raises, it is not this norm
         return False
-    exact = {name: value.double() for name, value in parameters.items()}
+    exact = {name: value.double() for name, value in probe._parameters.items() if value is not None}
     if spec.family == "rms":
         expected = F.rms_norm(h.double(), (spec.dim,), exact["weight"], spec.eps) + exact.get("bias", 0.0)
     else:
@@ -515,16 +519,12 @@ class Tapering:
     def _run_in_order(self, batch: Any, forward: Forward | None) -> list[str]:
         """Run the model; the names of its norms in the order in which they ran."""
         order: list[str] = []
-        watched = [*self.norms, *([self.final] if self.final not in self.norms else [])]
-        hooks = [
-            self.model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: order.append(name))  # type: ignore[misc]
-            for name in watched
-        ]
-        try:
+        watched = dict.fromkeys([*self.norms, self.final])
+        with ExitStack() as stack:
+            for name in watched:
+                note = partial(lambda name, *_: order.append(name), name)
+                stack.callback(self.model.get_submodule(name).register_forward_pre_hook(note).remove)
             forward(batch) if forward is not None else call(self.model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return order
 
     def _check_final(self, order: Sequence[str]) -> None:

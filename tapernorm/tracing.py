@@ -52,7 +52,7 @@ def as_projection(module: nn.Module) -> Projection | None:
         x = torch.randn(2, matrix.shape[1], generator=generator).to(weight)
         try:
             with torch.no_grad():
-                out, expected = module(x), F.linear(x, matrix, bias)
+                out, expected = module.forward(x), F.linear(x, matrix, bias)
         except Exception:  # an embedding, a convolution, a matrix of another orientation: whatever it raises, no
             continue
         if isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-2, 1e-2):

@@ -550,6 +550,23 @@ def test_scale_loss_is_the_anchors_formula_with_gradient(family: str, final: boo
         handle.scale_loss("square")
 
 
+@every_family
+def test_checkpointed_blocks_do_not_change_the_anchor(family: str) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = build(family).train()
+        handle = tapernorm.convert(model, final=True)
+        handle.calibrate([tokens()])
+        handle.set_gate(0.5)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model(**tokens(2), use_cache=False)
+        handle.scale_loss().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
 # -------------------------------------------------------------------------------------- what is chosen and what is not
 
 
