@@ -319,6 +319,18 @@ def distance(output: Any, reference: Any) -> float:
     return (moved / max(size, torch.finfo(torch.float64).tiny)) ** 0.5
 
 
+def disagreement(forward: Callable[[], Any], reference: Any, dtype: torch.dtype) -> str | None:
+    """Why a folded model is not the one that gave the reference: it fails, or its output moves; None where it is."""
+    try:
+        error = distance(forward(), reference)
+    except Exception as fault:  # the model may look at the norm that is no more: whatever it raises, it needs it
+        return f"without it the model fails: {type(fault).__name__}: {str(fault).splitlines()[0]}"
+    tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
+    if error <= tolerance:  # what is not a number is not
+        return None
+    return f"folded, the output of the model moves by {error:.2g} (relative), more than {tolerance:.0e}"
+
+
 # --------------------------------------------------------------------------------------------------------------- handle
 
 
@@ -464,16 +476,13 @@ class Tapering:
                 chosen = {projection: projections[projection] for projection in plan.projections}
                 shared = [projection for projection, item in chosen.items() if self._is_shared(item.module)]
                 undo = self._take_out(norm, chosen.values(), plan.upstream)
-                error = distance(run(example), reference)
-                if error <= (tolerance := TOLERANCE.get(norm.weight.dtype, LOW_PRECISION_TOLERANCE)):
+                reason = disagreement(lambda: run(example), reference, norm.weight.dtype)
+                if reason is None:
                     del self.norms[name]
                     report.folded[name] = plan.projections
                     report.untied += shared
-                else:  # also where it is not a number
+                else:
                     undo()
-                    reason = (
-                        f"folded, the output of the model moves by {error:.2g} (relative), more than {tolerance:.0e}"
-                    )
                     report.not_folded[name] = reason
             report.error = distance(run(example), reference)
         config: Any = getattr(self.model, "config", None)
@@ -577,8 +586,8 @@ def convert(
     norms       "all" (but the per-head norms of queries and keys), a list of fnmatch patterns over the full names
                 ("*" also matches dots: "model.layers.[0-3].*", "*.q_norm"), or a predicate (name, module) -> bool.
     final       whether the norm in front of the head is tapered too. Kept, it is the implicit anchor.
-    final_norm  its name; default: the last norm in the order of the module tree (per-head norms apart), which the
-                first batch of `calibrate` checks: it must be the last one that runs.
+    final_norm  its name; default: of the norms that lie in the fewest numbered blocks (per-head norms apart), the last
+                one in the module tree. `calibrate` checks it: it must be the last one that runs.
 
     nn.LayerNorm, nn.RMSNorm and every module that computes one of them are norms, see `recognise`. The parameters
     stay the same objects under the same names; convert before torch.compile, DDP and FSDP, and after `.to(dtype)`.
@@ -613,7 +622,9 @@ def convert(
 
 def _final_norm(specs: Mapping[str, NormSpec], named: str | None) -> str:
     if named is None:
-        return ([name for name in specs if not is_per_head(name)] or list(specs))[-1]
+        candidates = [name for name in specs if not is_per_head(name)] or list(specs)
+        # Blocks are numbered, and what follows them is not: 'model.norm' after 'model.layers.3.input_layernorm'.
+        return min(reversed(candidates), key=lambda name: sum(part.isdigit() for part in name.split(".")))
     if named not in specs:
         raise ValueError(f"final_norm {named!r} is no norm of the model{_nearest(named, specs)}")
     return named

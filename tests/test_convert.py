@@ -275,6 +275,9 @@ def test_the_final_norm_must_be_the_last_that_runs() -> None:
     handle = tapernorm.convert(Backwards(), final_norm="out")
     handle.calibrate([h])
     assert list(handle.norms) == ["inner"] and handle.final == "out"
+    norms = nn.ModuleDict({"out": nn.RMSNorm(D), "blocks": nn.ModuleList(nn.RMSNorm(D) for _ in range(2))})
+    assert tapernorm.convert(norms).final == "out"
+    assert tapernorm.convert(nn.Sequential(nn.Sequential(nn.RMSNorm(D)), nn.RMSNorm(D), nn.Linear(D, D))).final == "1"
 
 
 # ------------------------------------------------------------------------------------------------------------- folding
@@ -397,6 +400,23 @@ def test_a_fold_that_the_numbers_contradict_is_undone() -> None:
     report = handle.fold()
     assert "the output of the model moves by" in report.not_folded["norm"] and report.folded == {}
     assert torch.equal(model(h), expected) and set(model.state_dict()) == keys and report.error == 0
+
+
+def test_a_norm_that_the_model_looks_at_stays() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.RMSNorm(D), nn.Linear(D, D)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.linear(self.norm(h.to(self.norm.weight.dtype)))
+
+    model, h = Looks(), torch.randn(3, D)
+    handle = closed(model, h, final=True)
+    expected = model(h)
+    reason = "without it the model fails: AttributeError: 'Identity' object has no attribute 'weight'"
+    assert handle.fold().not_folded == {"norm": reason}
+    assert torch.equal(model(h), expected)
 
 
 def test_one_projection_that_reads_two_norms_or_has_another_width_takes_in_neither() -> None:
