@@ -57,19 +57,22 @@ SCALE_LOSSES = get_args(ScaleLoss)
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What a norm was found to compute: 'rms' or 'layer' over the last dimension, its width and its eps."""
+    """What a norm was found to compute: 'rms' or 'layer' over the last dimension, with its width and eps.
+
+    `shift` is gamma - weight: 0, or 1 where a norm keeps 1 + weight (Gemma's RMSNorm, Nemotron's LayerNorm).
+    """
 
     family: str
     dim: int
     eps: float
+    shift: float
 
 
 def recognise(module: nn.Module) -> NormSpec | str | None:
     """The norm that a module computes, the reason why a norm cannot be tapered, or None for what is no norm.
 
     A class counts for nothing: a norm is what has a `weight` (D,), an eps and no children, and agrees on probe input,
-    with gains drawn at random, with h / sqrt(mean(h^2) + eps) * weight or with LayerNorm. So Gemma's gain of
-    1 + weight is told apart.
+    with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
     """
     names = ("eps", "variance_epsilon", "epsilon")
     found = [name for name in names if isinstance(getattr(module, name, 0), float | None)]
@@ -89,8 +92,8 @@ def recognise(module: nn.Module) -> NormSpec | str | None:
     dim = weight.numel()
     if eps is None:  # as nn.RMSNorm reads it: that of the precision in which it computes
         eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
-    for family in ("rms", "layer"):
-        if _agrees(module, spec := NormSpec(family, dim, eps)):
+    for family, shift in (("rms", 0.0), ("layer", 0.0), ("rms", 1.0), ("layer", 1.0)):
+        if _agrees(module, spec := NormSpec(family, dim, eps, shift)):
             return spec
     return "its forward is neither RMSNorm nor LayerNorm over the last dimension"
 
@@ -112,10 +115,11 @@ def _agrees(module: Any, spec: NormSpec) -> bool:
     except Exception:  # it takes other input: whatever it raises, it is not this norm
         return False
     exact = {name: value.double() for name, value in probe._parameters.items() if value is not None}
+    gain = exact["weight"] + spec.shift
     if spec.family == "rms":
-        expected = F.rms_norm(h.double(), (spec.dim,), exact["weight"], spec.eps) + exact.get("bias", 0.0)
+        expected = F.rms_norm(h.double(), (spec.dim,), gain, spec.eps) + exact.get("bias", 0.0)
     else:
-        expected = F.layer_norm(h.double(), (spec.dim,), exact["weight"], exact.get("bias"), spec.eps)
+        expected = F.layer_norm(h.double(), (spec.dim,), gain, exact.get("bias"), spec.eps)
     tolerance = 1e-4 if module.weight.dtype in TOLERANCE else 5e-2
     return (
         isinstance(out, Tensor)
@@ -148,7 +152,8 @@ class HeldNorm(TaperNorm):
             self.__dict__.pop("bias", None)
         else:
             self.__dict__["bias"] = None
-        self.taper_weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        self.shift = spec.shift
+        self.taper_weight = nn.Parameter(weight.detach() + spec.shift, requires_grad=False)
         self.c, self.gate = self.c.to(weight.device), self.gate.to(weight.device)
         self.trainable = weight.requires_grad
         self.mask: Tensor | None = None
@@ -161,6 +166,9 @@ class HeldNorm(TaperNorm):
 
     def standard(self, h: Tensor) -> Tensor:
         return self.original.forward(h)
+
+    def gain(self) -> Tensor:
+        return self.weight + self.shift if self.shift else self.weight
 
     def set_gate(self, gate: float, phase: Phase) -> None:
         super().set_gate(gate, phase)
@@ -319,16 +327,17 @@ def distance(output: Any, reference: Any) -> float:
     return (moved / max(size, torch.finfo(torch.float64).tiny)) ** 0.5
 
 
-def disagreement(forward: Callable[[], Any], reference: Any, dtype: torch.dtype) -> str | None:
-    """Why a folded model is not the one that gave the reference: it fails, or its output moves; None where it is."""
+def agrees(forward: Callable[[], Any], reference: Any, dtype: torch.dtype) -> tuple[Any, str | None]:
+    """A model's output and None; or, if it fails or its output is not the reference, the reference and the reason."""
     try:
-        error = distance(forward(), reference)
+        output = forward()
+        error = distance(output, reference)
     except Exception as fault:  # the model may look at the norm that is no more: whatever it raises, it needs it
-        return f"without it the model fails: {type(fault).__name__}: {str(fault).splitlines()[0]}"
+        return reference, f"without it the model fails: {type(fault).__name__}: {str(fault).splitlines()[0]}"
     tolerance = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
     if error <= tolerance:  # what is not a number is not
-        return None
-    return f"folded, the output of the model moves by {error:.2g} (relative), more than {tolerance:.0e}"
+        return output, None
+    return reference, f"folded, the output of the model moves by {error:.2g} (relative), more than {tolerance:.0e}"
 
 
 # --------------------------------------------------------------------------------------------------------------- handle
@@ -467,7 +476,7 @@ class Tapering:
         report = FoldReport()
         with evaluating(self.model):
             trace = Trace(self.norms, projections)
-            reference = trace.run(lambda: run(example))
+            latest = reference = trace.run(lambda: run(example))
             for name, norm in list(self.norms.items()):
                 plan = trace.plan(name, norm.dim)
                 if isinstance(plan, str):
@@ -476,7 +485,8 @@ class Tapering:
                 chosen = {projection: projections[projection] for projection in plan.projections}
                 shared = [projection for projection, item in chosen.items() if self._is_shared(item.module)]
                 undo = self._take_out(norm, chosen.values(), plan.upstream)
-                reason = disagreement(lambda: run(example), reference, norm.weight.dtype)
+                # Against the output before this fold, so that the roundings of many do not add up.
+                latest, reason = agrees(lambda: run(example), latest, norm.weight.dtype)
                 if reason is None:
                     del self.norms[name]
                     report.folded[name] = plan.projections
@@ -484,7 +494,7 @@ class Tapering:
                 else:
                     undo()
                     report.not_folded[name] = reason
-            report.error = distance(run(example), reference)
+            report.error = distance(latest, reference)
         config: Any = getattr(self.model, "config", None)
         if report.untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # transformers would tie it again
