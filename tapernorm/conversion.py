@@ -18,9 +18,7 @@ See docs/convert.md.
 
 from __future__ import annotations
 
-import copy
 import difflib
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +28,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tapernorm.anchor import ScaleAnchor, token_scale
@@ -39,10 +36,9 @@ from tapernorm.config import AnchorConfig
 from tapernorm.fold import absorb
 from tapernorm.gate import Phase
 from tapernorm.norms import TaperLN, TaperNorm
-from tapernorm.tracing import Projection, Trace, as_projection, tensors
+from tapernorm.probing import NormSpec, Projection, as_projection, is_per_head, recognise
+from tapernorm.tracing import Trace, tensors
 
-# The norms of single heads' queries and keys, by the last part of their name: q_norm, k_layernorm, norm_q, query_norm.
-PER_HEAD = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 # How far folding may move a model's output, relative, before it counts as a disagreement: rounding, not algebra.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 LOW_PRECISION_TOLERANCE = 5e-2
@@ -50,82 +46,6 @@ LOW_PRECISION_TOLERANCE = 5e-2
 Forward = Callable[[Any], Any]
 ScaleLoss = Literal["fixed_target", "log_target", "mean_log"]
 SCALE_LOSSES = get_args(ScaleLoss)
-
-
-# ---------------------------------------------------------------------------------------------------------- recognition
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """What a norm was found to compute: 'rms' or 'layer' over the last dimension, with its width and eps.
-
-    `shift` is gamma - weight: 0, or 1 where a norm keeps 1 + weight (Gemma's RMSNorm, Nemotron's LayerNorm).
-    """
-
-    family: str
-    dim: int
-    eps: float
-    shift: float
-
-
-def recognise(module: nn.Module) -> NormSpec | str | None:
-    """The norm that a module computes, the reason why a norm cannot be tapered, or None for what is no norm.
-
-    A class counts for nothing: a norm is what has a `weight` (D,), an eps and no children, and agrees on probe input,
-    with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
-    """
-    names = ("eps", "variance_epsilon", "epsilon")
-    found = [name for name in names if isinstance(getattr(module, name, 0), float | None)]
-    if not found or not hasattr(module, "weight") or any(module.children()):
-        return None
-    weight, eps = module.weight, getattr(module, found[0])
-    if not isinstance(weight, nn.Parameter):
-        return "it has no gain"
-    if weight.dim() != 1:
-        return f"its gain has the shape {tuple(weight.shape)}, not (D,)"
-    if isinstance(module, TaperNorm):
-        return "it is a tapered norm already"
-    if extra := module._parameters.keys() - {"weight", "bias"} | module._buffers.keys():
-        return f"it has more than a gain and a bias: {', '.join(sorted(extra))}"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    dim = weight.numel()
-    if eps is None:  # as nn.RMSNorm reads it: that of the precision in which it computes
-        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
-    for family, shift in (("rms", 0.0), ("layer", 0.0), ("rms", 1.0), ("layer", 1.0)):
-        if _agrees(module, spec := NormSpec(family, dim, eps, shift)):
-            return spec
-    return "its forward is neither RMSNorm nor LayerNorm over the last dimension"
-
-
-@torch.no_grad()
-def _agrees(module: Any, spec: NormSpec) -> bool:
-    """Whether the module computes what `spec` says on rows of three sizes, one so small that the place of eps shows."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(module.weight)
-
-    probe = copy.copy(module)  # shallow, so that neither the parameters nor the hooks of the module are involved
-    probe._parameters = {name: value if value is None else draw(spec.dim) for name, value in module._parameters.items()}
-    sizes = torch.tensor([1.0, 30.0, max(spec.eps, 1e-12) ** 0.5]).to(module.weight)
-    h = (draw(2, 3, spec.dim) + 0.3) * sizes[:, None]
-    try:
-        out = probe.forward(h)
-    except Exception:  # it takes other input: whatever it raises, it is not this norm
-        return False
-    exact = {name: value.double() for name, value in probe._parameters.items() if value is not None}
-    gain = exact["weight"] + spec.shift
-    if spec.family == "rms":
-        expected = F.rms_norm(h.double(), (spec.dim,), gain, spec.eps) + exact.get("bias", 0.0)
-    else:
-        expected = F.layer_norm(h.double(), (spec.dim,), gain, exact.get("bias"), spec.eps)
-    tolerance = 1e-4 if module.weight.dtype in TOLERANCE else 5e-2
-    return (
-        isinstance(out, Tensor)
-        and out.shape == h.shape
-        and torch.allclose(out.double(), expected, tolerance, tolerance)
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
@@ -298,8 +218,8 @@ def take_in(norm: TaperNorm, projection: Projection, upstream: bool) -> Callable
     The projection gets new parameters, so that a matrix that it shares with others (a tied head) stays theirs.
     """
     module = projection.module
-    before = {"weight": module.weight, "bias": module.bias}
-    weight, bias = (absorb_upstream if upstream else absorb)(norm, projection.weight, module.bias)
+    before = {"weight": module.weight, "bias": getattr(module, "bias", None)}
+    weight, bias = (absorb_upstream if upstream else absorb)(norm, projection.weight, before["bias"])
     weight = weight.T if projection.transposed else weight
     module.weight = _like(weight, before["weight"])
     if before["bias"] is not None or norm.bias is not None:
@@ -402,8 +322,7 @@ class Tapering:
                     self._example = (batch, forward)
                 for norm in self.norms.values():
                     norm.mask = mask
-                order = self._run_in_order(batch, forward)
-                self._check_final(order)
+                self._check_final(self._run_in_order(batch, forward))
                 scales.append(self.scale(real_tokens(self._input(), mask)).flatten())
             if not scales:
                 raise ValueError("calibrate: there is no batch")
@@ -412,10 +331,9 @@ class Tapering:
         for name, c in chosen.items():
             self.norms[name].calibrate(c)
         self.target = torch.cat(scales).mean().item()
-        odd = {name: c for name, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]}
+        odd = [f"{name} {c:.3g}" for name, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]]
         if odd:
-            listed = ", ".join(f"{name} {c:.3g}" for name, c in odd.items())
-            warnings.warn(f"c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]}: {listed}", stacklevel=2)
+            warnings.warn(f"c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]}: {', '.join(odd)}", stacklevel=2)
         return chosen
 
     def scale(self, h: Tensor) -> Tensor:
@@ -495,6 +413,7 @@ class Tapering:
                     undo()
                     report.not_folded[name] = reason
             report.error = distance(latest, reference)
+        self._captured.value = None
         config: Any = getattr(self.model, "config", None)
         if report.untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # transformers would tie it again
@@ -593,8 +512,8 @@ def convert(
 ) -> Tapering:
     """Put a tapered layer in the place of a model's norms and return the handle on them; at gate 1 nothing changes.
 
-    norms       "all" (but the per-head norms of queries and keys), a list of fnmatch patterns over the full names
-                ("*" also matches dots: "model.layers.[0-3].*", "*.q_norm"), or a predicate (name, module) -> bool.
+    norms       "all" (but the per-head norms of queries and keys), one fnmatch pattern over the full names or a list of
+                them ("*" also matches dots: "model.layers.[0-3].*", "*.q_norm"), or a predicate (name, module) -> bool.
     final       whether the norm in front of the head is tapered too. Kept, it is the implicit anchor.
     final_norm  its name; default: of the norms that lie in the fewest numbered blocks (per-head norms apart), the last
                 one in the module tree. `calibrate` checks it: it must be the last one that runs.
@@ -602,32 +521,32 @@ def convert(
     nn.LayerNorm, nn.RMSNorm and every module that computes one of them are norms, see `recognise`. The parameters
     stay the same objects under the same names; convert before torch.compile, DDP and FSDP, and after `.to(dtype)`.
 
-    Raises ValueError, one line: no norm to taper, a pattern or a final_norm that names none.
+    Raises ValueError, one line: no norm to taper, a pattern, a predicate or a final_norm that none answers to.
     """
-    found = {name: recognise(part) for name, part in module.named_modules() if name}
+    found = {name: _recognise(part) for name, part in module.named_modules() if name}
     specs = {name: spec for name, spec in found.items() if isinstance(spec, NormSpec)}
     left_alone = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     if not specs:
         reasons = "".join(f"; {name}: {reason}" for name, reason in list(left_alone.items())[:1])
         raise ValueError(f"no norm to taper in {type(module).__name__}{reasons}")
     last = _final_norm(specs, final_norm)
-    chosen = _select(module, specs, norms)
-    for name in specs:
-        if name == last:
-            if not final:
-                left_alone[name] = "it is the final norm, kept as the anchor (final=False)"
-        elif name not in chosen:
-            per_head = norms == "all"
-            left_alone[name] = "it norms single heads; name it in norms" if per_head else "norms does not select it"
-    wanted = [name for name in specs if name not in left_alone]
-    if not wanted:
+    chosen = _select(module, specs, norms) - {last} | ({last} if final else set())
+    if not chosen:
         raise ValueError(f"no norm to taper in {type(module).__name__}: {last} is the final one; pass final=True")
+    not_chosen = "it norms single heads; name it in norms" if norms == "all" else "norms does not select it"
+    left_alone |= {name: not_chosen for name in specs if name not in chosen}
+    if not final:
+        left_alone[last] = "it is the final norm, kept as the anchor (final=False)"
     held = {}
-    for name in wanted:
+    for name in (name for name in specs if name in chosen):
         original = module.get_submodule(name)
         held[name] = (HeldLN if specs[name].family == "layer" else HeldNorm)(original, specs[name])
         replace(module, original, held[name])
     return Tapering(module, held, left_alone, last, specs[last])
+
+
+def _recognise(module: nn.Module) -> NormSpec | str | None:
+    return "it is a tapered norm already" if isinstance(module, TaperNorm) else recognise(module)
 
 
 def _final_norm(specs: Mapping[str, NormSpec], named: str | None) -> str:
@@ -644,7 +563,12 @@ def _select(module: nn.Module, specs: Mapping[str, NormSpec], norms: Any) -> set
     if norms == "all":
         return {name for name in specs if not is_per_head(name)}
     if callable(norms):
-        return {name for name in specs if norms(name, module.get_submodule(name))}
+        chosen = {name for name in specs if norms(name, module.get_submodule(name))}
+        if not chosen:
+            raise ValueError(
+                f"norms: the predicate selects none of the {len(specs)} norms, such as {next(iter(specs))}"
+            )
+        return chosen
     patterns = [norms] if isinstance(norms, str) else list(norms)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in specs):
@@ -654,8 +578,3 @@ def _select(module: nn.Module, specs: Mapping[str, NormSpec], norms: Any) -> set
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     return "; nearest: " + ", ".join(difflib.get_close_matches(name, list(names), n=3, cutoff=0.0))
-
-
-def is_per_head(name: str) -> bool:
-    """Whether a norm's name says that it norms the queries or keys of single heads."""
-    return PER_HEAD.search(name.rpartition(".")[2]) is not None

@@ -12,23 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-
-@dataclass(frozen=True)
-class Projection:
-    """A module that computes x W^T + b; `transposed` where it keeps W as (in, out), as transformers' Conv1D does."""
-
-    module: Any
-    transposed: bool
-
-    @property
-    def weight(self) -> Tensor:
-        """W (out, in)."""
-        return self.module.weight.T if self.transposed else self.module.weight
+from tapernorm.probing import Projection
 
 
 @dataclass(frozen=True)
@@ -37,27 +24,6 @@ class Plan:
 
     projections: list[str]
     upstream: bool
-
-
-def as_projection(module: nn.Module) -> Projection | None:
-    """The module as a projection if it is one, whatever its class: it must agree with x W^T + b on probe input."""
-    if type(module) is nn.Linear:
-        return Projection(module, transposed=False)
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or any(module.children()):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    for transposed in (False, True):
-        matrix = weight.T if transposed else weight
-        x = torch.randn(2, matrix.shape[1], generator=generator).to(weight)
-        try:
-            with torch.no_grad():
-                out, expected = module.forward(x), F.linear(x, matrix, bias)
-        except Exception:  # an embedding, a convolution, a matrix of another orientation: whatever it raises, no
-            continue
-        if isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-2, 1e-2):
-            return Projection(module, transposed)
-    return None
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -136,7 +102,10 @@ class Trace(TorchFunctionMode):
         return None
 
     def _of(self, tensor: Tensor) -> str | None:
-        return self._producer.get(tensor.untyped_storage().data_ptr())
+        try:
+            return self._producer.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # it has no storage of its own, as those inside vmap
+            return None
 
     def _enters(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -32,8 +32,9 @@ ALLOWED = {
     "table": set(),
     "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
-    "tracing": set(),
-    "conversion": {"anchor", "calibration", "config", "fold", "gate", "norms", "tracing"},
+    "probing": set(),
+    "tracing": {"probing"},
+    "conversion": {"anchor", "calibration", "config", "fold", "gate", "norms", "probing", "tracing"},
 }
 
 

@@ -29,10 +29,10 @@ from transformers.pytorch_utils import Conv1D
 
 import tapernorm
 from tapernorm.anchor import token_scale
-from tapernorm.conversion import HeldLN, HeldNorm, Tapering, absorb_upstream, recognise
+from tapernorm.conversion import HeldLN, HeldNorm, Tapering, absorb_upstream
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.norms import TaperLN, TaperNorm
-from tapernorm.tracing import as_projection
+from tapernorm.probing import as_projection, recognise
 
 VOCAB, D, LAYERS = 31, 32, 2
 SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -303,6 +303,18 @@ def test_folded_equals_unfolded(family: str, tied: bool) -> None:
         assert not model.config.tie_word_embeddings
 
 
+@every_family
+def test_padded_batches_fold_too(family: str) -> None:
+    model = build(family)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[0, 7:] = mask[1, :3] = 0
+    batch = tokens() | {"attention_mask": mask}
+    handle = closed(model, batch, norms=["*"], final=True)
+    expected = model(**batch).logits
+    assert handle.fold().not_folded == {}
+    assert relative(model(**batch).logits, expected) < 1e-4
+
+
 def test_the_projections_that_read_each_norm() -> None:
     report = closed(build("qwen3"), norms=["model.layers.1.*"]).fold()
     attn, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
@@ -571,6 +583,7 @@ def test_scale_loss_is_the_anchors_formula_with_gradient(family: str, final: boo
 
 
 @every_family
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers: a newer name for the same switch
 def test_checkpointed_blocks_do_not_change_the_anchor(family: str) -> None:
     gradients = []
     for checkpointed in (False, True):
@@ -640,6 +653,7 @@ def test_left_alone_reasons() -> None:
         "batch": nn.BatchNorm1d(D),
         "group": nn.GroupNorm(4, D),
         "patched": patched,
+        "meta": nn.LayerNorm(D, device="meta"),
     }
     model = nn.ModuleDict({**odd, "good": nn.RMSNorm(D), "linear": nn.Linear(D, D), "last": nn.RMSNorm(D)})
     handle = tapernorm.convert(model)
@@ -651,6 +665,7 @@ def test_left_alone_reasons() -> None:
         "batch": "it has more than a gain and a bias: num_batches_tracked, running_mean, running_var",
         "group": "its forward is neither RMSNorm nor LayerNorm over the last dimension",
         "patched": "its forward was replaced on the instance",
+        "meta": "its weight is on the meta device",
         "last": "it is the final norm, kept as the anchor (final=False)",
     }
     assert tapernorm.convert(model, final=True).left_alone["good"] == "it is a tapered norm already"
@@ -663,6 +678,7 @@ def test_norms_are_chosen_by_patterns_or_a_predicate() -> None:
     assert handle.left_alone["model.layers.1.input_layernorm"] == "norms does not select it"
     handle = tapernorm.convert(build("llama"), "*.input_layernorm", final=True)
     assert list(handle.norms) == [f"model.layers.{i}.input_layernorm" for i in range(LAYERS)] + ["model.norm"]
+    assert list(tapernorm.convert(build("llama"), [], final=True).norms) == ["model.norm"]
     chosen = tapernorm.convert(build("llama"), lambda name, module: ".0." in name and module.weight.numel() == D)
     assert list(chosen.norms) == first
 
@@ -683,6 +699,8 @@ def test_errors_are_one_line() -> None:
     said = refused(ValueError, lambda: convert(model, ["model.layers.*.input_layernom"]))
     assert "'model.layers.*.input_layernom' matches no norm; nearest: model.layers." in said
     assert "input_layernorm" in said
+    said = refused(ValueError, lambda: convert(model, lambda name, module: False, final=True))
+    assert said == "norms: the predicate selects none of the 5 norms, such as model.layers.0.input_layernorm"
     assert "nearest: model.norm" in refused(ValueError, lambda: convert(model, final_norm="model.norms"))
     assert not any(isinstance(module, TaperNorm) for module in model.modules())  # nothing half done
     handle = convert(model)
