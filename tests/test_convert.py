@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -350,6 +351,54 @@ def test_by_default_the_final_norm_and_the_per_head_norms_stay(family: str) -> N
     assert relative(model(**tokens()).logits, expected) < 1e-4
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert sum(is_norm(module) for module in model.modules()) == len(per_head) + 1
+
+
+ROUTED = "its output is read by linear, getitem"
+RESIDUAL = "its output is also read by add"
+LOOKED_AT = "without it the model fails: AttributeError: 'Identity' object has no attribute 'weight'"
+SHAPE = {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 4}
+GROUPED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS: dict[
+    str, tuple[str, dict[str, Any], int, dict[str, str]]
+] = {  # class, config, norms folded, reasons of the rest
+    "Mistral": ("ForCausalLM", GROUPED, 3, {}),
+    "Gemma2": ("ForCausalLM", GROUPED | {"head_dim": 8}, 5, {}),  # a gain of 1 + weight; norms behind the writers too
+    "Olmo2": ("ForCausalLM", GROUPED, 5, {}),
+    "Nemotron": ("ForCausalLM", GROUPED, 3, {}),
+    "Phi": ("ForCausalLM", SHAPE | {"intermediate_size": 48}, 2, {}),
+    "OPT": ("ForCausalLM", SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": D, "max_position_embeddings": 32}, 3, {}),
+    "Bloom": (
+        "ForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": D, "n_layer": 1, "n_head": 4},
+        3,
+        {"embeddings": RESIDUAL},
+    ),
+    "Mixtral": ("ForCausalLM", GROUPED | EXPERTS, 2, {"post_attention_layernorm": ROUTED}),
+    "Mamba": ("ForCausalLM", {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": 1}, 1, {"0.norm": LOOKED_AT}),
+    "Bert": ("ForMaskedLM", SHAPE | {"intermediate_size": 48}, 2, {"embeddings": RESIDUAL, "attention": RESIDUAL}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:c outside")  # random models may have any scale
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_without_a_line_about_them(name: str) -> None:
+    suffix, options, folded, reasons = OTHERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name + suffix)(getattr(transformers, name + "Config")(**options, **SPECIAL)).eval()
+    for parameter in model.parameters():
+        parameter.data += (0.3 if parameter.dim() == 1 else 0.1) * torch.randn_like(parameter)
+    expected = model(**tokens()).logits
+    handle = tapernorm.convert(model, ["*"], final=True)
+    assert torch.equal(model(**tokens()).logits, expected) and handle.left_alone == {}
+    handle.calibrate([tokens()])
+    handle.set_gate(0.0)
+    expected = model(**tokens()).logits
+    report = handle.fold()
+    assert relative(model(**tokens()).logits, expected) < 1e-4
+    assert len(report.folded) == folded and len(report.not_folded) == len(reasons)
+    for part, reason in reasons.items():
+        assert [found for norm, found in report.not_folded.items() if part in norm] == [reason]
 
 
 class Plain(nn.Module):
