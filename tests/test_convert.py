@@ -526,6 +526,28 @@ def test_what_the_model_returns_is_read_and_what_does_not_run_is_not() -> None:
         tapernorm.convert(Body(), final=True).calibrate([torch.arange(5)])
 
 
+def test_writing_to_an_output_is_reading_it_and_so_is_a_second_use_of_what_a_norm_reads() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.RMSNorm(D), nn.RMSNorm(D), nn.RMSNorm(D)
+            self.first, self.second, self.third = (nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, h: Tensor) -> Tensor:
+            h = h + self.first(F.relu_(self.a(h)))
+            x = self.second(h)
+            h = h + torch.sigmoid(self.b(x)) * x
+            return torch.sigmoid(self.c(self.third(h)))
+
+    model, h = Reads(), torch.randn(3, D)
+    handle = closed(model, h, final=True)
+    expected = model(h)
+    report = handle.fold()
+    assert report.folded == {"c": ["third"]}
+    assert report.not_folded == {"a": "its output is also read by relu", "b": "its output is read by sigmoid"}
+    assert relative(model(h), expected) < 1e-5
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_layernorm_of_heads_folds_into_the_rows_of_what_it_reads(bias: bool) -> None:
     norm = TaperLN(8, 1e-5).double()
@@ -690,6 +712,18 @@ def test_norms_are_recognised_by_what_they_compute(dtype: torch.dtype) -> None:
     for norm, family in ((nn.RMSNorm(D), "rms"), (nn.RMSNorm(D, 1e-3), "rms"), (nn.LayerNorm(D, bias=False), "layer")):
         spec = recognise(norm.to(dtype))
         assert not isinstance(spec, str) and spec is not None and (spec.family, spec.dim) == (family, D)
+
+
+def test_the_place_of_eps_decides() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(D)), 1e-6
+
+        def forward(self, h: Tensor) -> Tensor:
+            return h / (h.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+
+    assert recognise(Outside()) == "its forward is neither RMSNorm nor LayerNorm over the last dimension"
 
 
 def test_left_alone_reasons() -> None:
