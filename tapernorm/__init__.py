@@ -1,10 +1,25 @@
 """tapernorm: train transformers whose normalization layers can be tapered away, and see what they do."""
 
+from __future__ import annotations
+
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from tapernorm.conversion import convert
+
+__all__ = ["__version__", "convert", "git_revision"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "convert":
+        raise AttributeError(f"module 'tapernorm' has no attribute {name!r}")
+    from tapernorm.conversion import convert  # not before it is asked for: torch takes a second
+
+    return convert
 
 
 @cache

@@ -50,7 +50,7 @@ def fold(model: Decoder, *, gains: bool = True) -> Decoder:
     folded.load_state_dict({name: given[name] for name in wanted.keys() & given.keys()}, strict=False)
     for (site, layer, reader), (_, _, target) in zip(_readers(model), _readers(folded), strict=True):
         if is_folded(norm, model.config, site):
-            weight, bias = _absorb(layer, reader.weight, getattr(reader, "bias", None))
+            weight, bias = absorb(layer, reader.weight, getattr(reader, "bias", None))
             target.weight.copy_(weight)
             if target.bias is not None:
                 target.bias.copy_(bias)
@@ -92,7 +92,7 @@ def _readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
         yield site, norm, projection
 
 
-def _absorb(norm: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def absorb(norm: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """W diag(s) M (out, D) and b + W beta (out,), in float64 on the CPU (which every device's numbers fit into)."""
 
     def exact(tensor: Tensor) -> Tensor:

@@ -62,12 +62,16 @@ class TaperNorm(nn.Module):
         gain = self.c * self.taper_weight
         if self.phase is Phase.TAPERING:
             inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-            gain = self.gate * inverse * self.weight + (1.0 - self.gate) * gain
+            gain = self.gate * inverse * self.gain() + (1.0 - self.gate) * gain
         return x * gain if self.bias is None else torch.addcmul(self.bias, x, gain)
 
     def standard(self, h: Tensor) -> Tensor:
         """The norm that this layer starts as: (..., D) -> (..., D)."""
         return F.rms_norm(h, (self.dim,), self.weight, self.eps)
+
+    def gain(self) -> Tensor:
+        """gamma (D,)."""
+        return self.weight
 
     def center(self, h: Tensor) -> Tensor:
         """The linear part in front of the statistic; nothing for RMSNorm."""
@@ -88,7 +92,7 @@ class TaperNorm(nn.Module):
         """Add this microbatch's sums over tokens of ||h*gamma||^2 / r(h) and ||h*gamma||^2, in float32."""
         x = self.center(h.detach().float()).flatten(0, -2)
         r = (x.square().mean(-1) + self.eps).sqrt()
-        power = (x * self.weight.float()).square().sum(-1)
+        power = (x * self.gain().float()).square().sum(-1)
         sums = torch.stack([(power / r).sum(), power.sum()])
         self.recorded = sums if self.recorded is None else self.recorded + sums
         self.recorded_rows += x.shape[0]
@@ -105,7 +109,7 @@ class TaperNorm(nn.Module):
     def calibrate(self, c: Tensor | float) -> None:
         """Freeze c and start the linear branch from the trained gain: gamma_t := gamma."""
         self.c.fill_(c)
-        self.taper_weight.copy_(self.weight)
+        self.taper_weight.copy_(self.gain())
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, phase={self.phase.value}"

@@ -32,6 +32,9 @@ ALLOWED = {
     "table": set(),
     "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
+    "probing": set(),
+    "tracing": {"probing"},
+    "conversion": {"anchor", "calibration", "config", "fold", "gate", "norms", "probing", "tracing"},
 }
 
 

@@ -1,0 +1,127 @@
+"""What a module computes, found by feeding it: whether it is a norm or a projection, whatever its class."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# The norms of single heads' queries and keys, by the last part of their name: q_norm, k_layernorm, norm_q, query_norm.
+PER_HEAD = re.compile(r"(^|_)(q|k|query|key)(_|$)")
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What a norm was found to compute: 'rms' or 'layer' over the last dimension, with its width and eps.
+
+    `shift` is gamma - weight: 0, or 1 where a norm keeps 1 + weight (Gemma's RMSNorm, Nemotron's LayerNorm).
+    """
+
+    family: str
+    dim: int
+    eps: float
+    shift: float
+
+
+def recognise(module: nn.Module) -> NormSpec | str | None:
+    """The norm that a module computes, the reason why a norm cannot be tapered, or None for what is no norm.
+
+    A class counts for nothing: a norm is what has a `weight` (D,), an eps and no children, and agrees on probe input,
+    with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
+    """
+    names = ("eps", "variance_epsilon", "epsilon")
+    found = [name for name in names if isinstance(getattr(module, name, 0), float | None)]
+    if not found or not hasattr(module, "weight") or any(module.children()):
+        return None
+    weight, eps = module.weight, getattr(module, found[0])
+    if not isinstance(weight, nn.Parameter):
+        return "it has no gain"
+    if weight.dim() != 1:
+        return f"its gain has the shape {tuple(weight.shape)}, not (D,)"
+    if extra := module._parameters.keys() - {"weight", "bias"} | module._buffers.keys():
+        return f"it has more than a gain and a bias: {', '.join(sorted(extra))}"
+    if weight.is_meta:
+        return "its weight is on the meta device"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    dim = weight.numel()
+    if eps is None:  # as nn.RMSNorm reads it: that of the precision in which it computes
+        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
+    for family, shift in (("rms", 0.0), ("layer", 0.0), ("rms", 1.0), ("layer", 1.0)):
+        if _agrees(module, spec := NormSpec(family, dim, eps, shift)):
+            return spec
+    return "its forward is neither RMSNorm nor LayerNorm over the last dimension"
+
+
+@torch.no_grad()
+def _agrees(module: Any, spec: NormSpec) -> bool:
+    """Whether the module computes what `spec` says on rows of three sizes, one so small that the place of eps shows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(module.weight)
+
+    probe = copy.copy(module)  # shallow, so that neither the parameters nor the hooks of the module are involved
+    probe._parameters = {name: value if value is None else draw(spec.dim) for name, value in module._parameters.items()}
+    sizes = torch.tensor([1.0, 30.0, max(spec.eps, 1e-12) ** 0.5]).to(module.weight)
+    h = (draw(2, 3, spec.dim) + 0.3) * sizes[:, None]
+    try:
+        out = probe.forward(h)
+    except Exception:  # it takes other input: whatever it raises, it is not this norm
+        return False
+    exact = {name: value.double() for name, value in probe._parameters.items() if value is not None}
+    gain = exact["weight"] + spec.shift
+    if spec.family == "rms":
+        expected = F.rms_norm(h.double(), (spec.dim,), gain, spec.eps) + exact.get("bias", 0.0)
+    else:
+        expected = F.layer_norm(h.double(), (spec.dim,), gain, exact.get("bias"), spec.eps)
+    tolerance = 1e-4 if module.weight.dtype in (torch.float64, torch.float32) else 5e-2
+    return (
+        isinstance(out, Tensor)
+        and out.shape == h.shape
+        and torch.allclose(out.double(), expected, tolerance, tolerance)
+    )
+
+
+def is_per_head(name: str) -> bool:
+    """Whether a norm's name says that it norms the queries or keys of single heads."""
+    return PER_HEAD.search(name.rpartition(".")[2]) is not None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A module that computes x W^T + b; `transposed` where it keeps W as (in, out), as transformers' Conv1D does."""
+
+    module: Any
+    transposed: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """W (out, in)."""
+        return self.module.weight.T if self.transposed else self.module.weight
+
+
+def as_projection(module: nn.Module) -> Projection | None:
+    """The module as a projection if it is one, whatever its class: it must agree with x W^T + b on probe input."""
+    if type(module) is nn.Linear:
+        return Projection(module, transposed=False)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or any(module.children()):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    for transposed in (False, True):
+        matrix = weight.T if transposed else weight
+        x = torch.randn(2, matrix.shape[1], generator=generator).to(weight)
+        try:
+            with torch.no_grad():
+                out, expected = module.forward(x), F.linear(x, matrix, bias)
+        except Exception:  # an embedding, a convolution, a matrix of another orientation: whatever it raises, no
+            continue
+        if isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-2, 1e-2):
+            return Projection(module, transposed)
+    return None
