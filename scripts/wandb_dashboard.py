@@ -55,6 +55,7 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     "Anchor": [
         ("Scale loss", ("anchor/loss",), LOG),
         ("What it adds to the objective", ("anchor/weighted",), LINEAR),
+        ("Its pull on the scale", ("anchor/force",), LINEAR),
         ("Weight", ("anchor/lambda",), LINEAR),
     ],
     "Calibration": [

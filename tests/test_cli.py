@@ -37,7 +37,7 @@ class Trainer:
         self.calls: list[tuple[Config, Path, Path | None]] = []
         self.fail = lambda config: None
 
-    def train(self, config, directory, checkpoint=None, say=print):
+    def train(self, config, directory, checkpoint=None, say=print, at_end=None):
         self.calls.append((config, directory, checkpoint))
         self.fail(config)
         config = resolve(config, 512)
@@ -60,7 +60,7 @@ def trainer(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, f"tapernorm.{name}", module)
         monkeypatch.setattr(tapernorm, name, module, raising=False)
     # Reports have tests of their own, and cost a second a time.
-    monkeypatch.setattr(run, "write_page", lambda directory, say: None)
+    monkeypatch.setattr(run, "write_page", lambda directory, summary, say: None)
     monkeypatch.setattr(sweep, "write_report", lambda directory: None)
     monkeypatch.chdir(tmp_path)
     return fake

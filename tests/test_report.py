@@ -374,12 +374,12 @@ def test_a_run_writes_its_page_quickly_unless_told_not_to(tiny: Callable[..., Co
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(directory: Path) -> None:
+    def fail(directory: Path, summary: Any) -> None:
         raise OSError("no space\nleft")
 
     monkeypatch.setattr(report, "write_page", fail)
     said: list[str] = []
-    run.write_page(tmp_path, said.append)
+    run.write_page(tmp_path, {}, said.append)
     assert said == ["warning: no report.html (OSError: no space left)"]
 
 
