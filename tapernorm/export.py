@@ -3,7 +3,7 @@
 <out>/
     config.json, generation_config.json, model.safetensors
     modeling_tapernorm.py, configuration_tapernorm.py   of the tapernorm format: what computes it (tapernorm/exported)
-    tokenizer.json, tokenizer_config.json               where the tokenizers library gives the same ids as ours
+    tokenizer.json, tokenizer_config.json               where the tokenizers library gives our ids, else tiktoken/
     README.md, certificate.json                         the numbers, and how exactly it computes the checkpoint's
 """
 
@@ -181,8 +181,9 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, n_ctx: int) -> str:
     """tokenizer.json if the tokenizers library gives the same ids; returns what the card says about it."""
     fast = tokenizer.to_fast()
     if fast is None:
-        tokenizer.save(folder)
-        return "The tokenizers library does not split text as this model's tokenizer does: use the tiktoken ranks here."
+        (folder / "tiktoken").mkdir()
+        tokenizer.save(folder / "tiktoken")
+        return "There is no AutoTokenizer: the tokenizers library splits text otherwise. tiktoken/ has the ranks."
     fast.save(str(folder / "tokenizer.json"))
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": n_ctx, "padding_side": "left"}
@@ -211,15 +212,9 @@ def _validation_loss(path: Path, meta: Report) -> str:
     return "not measured" if meta["val_loss"] is None else f"{meta['val_loss']:.4f} nats per token, some steps earlier"
 
 
-USAGE = {
-    "tapernorm": "AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)",
-    "gpt2": "AutoModelForCausalLM.from_pretrained(directory)",
-    "llama": "AutoModelForCausalLM.from_pretrained(directory)",
-}
-
-
 def _card(kind: str, dtype: str, path: Path, model: Decoder, trained: Config, proof: Report, note: str) -> str:
     meta, shape = checkpoints.read_meta(path), trained.model
+    given = "directory, trust_remote_code=True" if kind == "tapernorm" else "directory"
     start = Path(shape.init).name if Path(shape.init).is_absolute() else shape.init  # a card is for others
     lines = [
         "---",
@@ -241,8 +236,9 @@ def _card(kind: str, dtype: str, path: Path, model: Decoder, trained: Config, pr
         f"| norm, anchor, seed | {trained.norm.name}, {trained.anchor.kind}, {trained.seed} |",
         "",
         "```python",
-        "from transformers import AutoModelForCausalLM",
-        f"model = {USAGE[kind]}",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"model = AutoModelForCausalLM.from_pretrained({given})",
+        f"tokenizer = AutoTokenizer.from_pretrained({given})",
         "```",
         "",
         note,

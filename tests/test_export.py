@@ -41,9 +41,9 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def saved(directory: Path, norm: str, family: str, step: int = 24, **model: Any) -> Path:
+def saved(directory: Path, norm: str, family: str, step: int = 24, tokenizer: Tokenizer = BYTES) -> Path:
     """A checkpoint of a random model with logits of order one, at gate 0 unless `step` is an earlier one."""
-    tree = merge(TINY, {"norm": NORMS[norm], "model": FAMILIES[family] | model, "tokenizer": {"kind": "bytes"}})
+    tree = merge(TINY, {"norm": NORMS[norm], "model": FAMILIES[family], "tokenizer": {"kind": "bytes"}})
     config = resolve(build(tree), VOCAB)
     decoder, generator = build_model(config), torch.Generator().manual_seed(3)
     for parameter in decoder.parameters():
@@ -53,7 +53,7 @@ def saved(directory: Path, norm: str, family: str, step: int = 24, **model: Any)
         layer.c.fill_(0.7 + 0.1 * number)
     meta = {"gate": 0.0, "phase": "tapered", "tokens": 3072, "val_loss": 4.5, "train_loss": 4.6, "data": "gone"}
     return checkpoints.write(
-        directory / "step", step, model=decoder.state_dict(), training={}, config=config, tokenizer=BYTES, meta=meta
+        directory / "step", step, model=decoder.state_dict(), training={}, config=config, tokenizer=tokenizer, meta=meta
     )
 
 
@@ -137,7 +137,7 @@ def test_it_loads_where_this_package_is_not(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, Refuse())\n"
         "import transformers\n"
         "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "batch = tokenizer(['Hello', 'A longer one'], return_tensors='pt', padding=True)\n"
         "print(model.generate(**batch, max_new_tokens=3, do_sample=False).shape)\n"
     )
@@ -150,10 +150,16 @@ def test_it_loads_where_this_package_is_not(tmp_path: Path) -> None:
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     _, out = exported(tmp_path, "baseline", "llama")
-    fast = transformers.AutoTokenizer.from_pretrained(out)
+    fast = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     text = "It's a café, isn't it?  数字\n"
     assert fast.encode(text) == BYTES.encode(text) and fast.decode(BYTES.encode(text)) == text
     assert (fast.eos_token_id, fast.pad_token_id, fast.padding_side) == (EOT, EOT, "left")
+    other = Tokenizer("other", {bytes([byte]): byte for byte in range(256)}, pattern=r"\w+|\W")
+    path = saved(tmp_path / "other", "baseline", "llama", tokenizer=other)
+    export(ExportConfig(checkpoint=str(path), out=str(tmp_path / "hf")), lambda line: None)
+    assert "There is no AutoTokenizer" in (tmp_path / "hf" / "README.md").read_text()
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert Tokenizer.load(tmp_path / "hf" / "tiktoken").fingerprint == other.fingerprint
 
 
 def test_gains_may_fold_too_and_folded_checkpoints_go_out(tmp_path: Path) -> None:
