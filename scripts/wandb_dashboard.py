@@ -42,7 +42,7 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     ],
     "Radial gradient": [
         ("Radial gradient and its theory", ("radial/mean", "radial/theory"), LINEAR),
-        ("On training batches, and what the anchor holds against it", ("radial/train_mean", "anchor/force"), LINEAR),
+        ("On training batches", ("radial/train_mean",), LINEAR),
         ("Share of the gradient that is radial", ("radial/fraction",), LINEAR),
         ("Margin bound", ("radial/bound_ok",), LINEAR),
         ("Gradient at the final hidden state", ("grad/final_hidden_norm",), LOG),

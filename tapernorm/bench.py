@@ -44,7 +44,7 @@ from tapernorm.device import keep_freed_memory, pick_device
 from tapernorm.fold import fold
 from tapernorm.gate import Phase
 from tapernorm.generate import generate
-from tapernorm.hf import to_llama
+from tapernorm.hf import to_stock
 from tapernorm.lean import lean
 from tapernorm.model import Decoder, build_model
 from tapernorm.timing import Ratio, copy_bandwidth, interleave, ratio, seconds
@@ -216,7 +216,9 @@ def operators(model: Decoder) -> list[str]:
 def streamed_bytes(model: Decoder, batch_size: int, n_cached: int) -> int:
     """Bytes that one decoding step has to read: every weight once, the filled cache, of an embedding only its rows."""
     config, embedding = model.config, model.embed.weight
-    weights = sum(p.numel() for p in model.parameters()) - (embedding.numel() if model.head is not None else 0)
+    tables = [] if model.head is None else [model.embed]
+    tables += [] if model.position_embed is None else [model.position_embed]
+    weights = sum(p.numel() for p in model.parameters()) - sum(table.weight.numel() for table in tables)
     cached = 2 * config.n_layer * batch_size * n_cached * config.d_model
     return (weights + cached + batch_size * config.d_model) * embedding.element_size()
 
@@ -397,14 +399,14 @@ def measure_peer(config: BenchmarkConfig, baseline: Decoder, case: Case, device:
     """generate() of ours, of ours again and of transformers with the same weights: prompt and new tokens, greedy."""
     model = place(baseline, getattr(torch, case.dtype), device)
     try:
-        llama = to_llama(model)
+        stock = to_stock(model)
     except ConfigError as error:
         return {"left_out": str(error)}
     prompts = _prompts(config, {"baseline": model}, case.batch_size, device)
     new_tokens = min(64, model.config.n_ctx - config.prompt_tokens)
 
     def theirs() -> object:
-        return llama.generate(
+        return stock.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=False, use_cache=True
         )
 

@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,10 @@ def write(
 ) -> Path:
     """Write a checkpoint as the directory `final`, which exists afterwards as a whole or not at all; returns it.
 
-    Written under a temporary name, synced to disk, then renamed. A folded model has no training state (`training`
+    A folded model has no training state (`training`
     None). `reports` are further JSON files by name.
     """
-    root = final.parent
-    temporary = root / f".writing-{final.name}-{os.getpid()}"
-    temporary.mkdir(parents=True)
-    try:
+    with as_a_whole(final) as temporary:
         weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}
         save_file(weights, temporary / "model.safetensors")
         if training is not None:
@@ -77,6 +75,17 @@ def write(
             "files": {path.name: checksum(path) for path in sorted(temporary.iterdir())},
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+    return final
+
+
+@contextmanager
+def as_a_whole(final: Path) -> Iterator[Path]:
+    """A new directory under a temporary name, to be filled inside: synced to disk and renamed to `final` at the end."""
+    root = final.parent
+    temporary = root / f".writing-{final.name}-{os.getpid()}"
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
         for path in temporary.iterdir():
             sync(path)
         sync(temporary)
@@ -87,7 +96,6 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(root)
-    return final
 
 
 def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
@@ -254,40 +262,6 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder,
     schedule = GateSchedule.from_config(config)
     model.set_gate(schedule.value(meta["step"]), schedule.phase(meta["step"]))
     return model.to(device), config, Tokenizer.load(path)
-
-
-SAME_FUNCTION = ("n_layer", "d_model", "head_dim", "d_ff", "tied", "rope_theta", "norm_family", "norm_eps")
-
-
-def initialize_from(model: Decoder, source: Path, target: Config, tokenizer: Tokenizer) -> None:
-    """Start `model` from the weights of another run (model.init): its norms must still be normalized.
-
-    Raises ConfigError, one line, if the tokenizers, models or norms do not fit.
-    """
-    path = find(source)
-    meta, config = read_meta(path), resolve(read_config(path))
-    for name in SAME_FUNCTION:
-        there, here = getattr(config.model, name), getattr(target.model, name)
-        if there != here:
-            raise ConfigError(f"model.init={source}: model.{name} is {there} there and {here} here; use the same model")
-    if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
-        raise ConfigError(
-            f"model.init={source}: it has another tokenizer; use tokenizer.ranks={path}/tokenizer.tiktoken"
-        )
-    gate = GateSchedule.from_config(config).value(meta["step"])
-    if gate != 1.0:
-        raise ConfigError(
-            f"model.init={source}: its gate is {gate:.3g}; tapering starts from a normalized model (gate 1)"
-        )
-    weights, own = read_weights(path), model.state_dict()
-    fresh = {name for name in own if name.endswith((".c", "taper_weight"))}
-    missing = sorted(own.keys() - weights.keys() - fresh)
-    spare = sorted(name for name in weights.keys() - own.keys() if not name.endswith((".c", "taper_weight")))
-    if missing or spare:
-        raise ConfigError(
-            f"model.init={source}: other layers ({', '.join([*missing, *spare][:3])}, ...); use the same norms"
-        )
-    model.load_state_dict({name: weights[name] for name in weights if name in own and name not in fresh}, strict=False)
 
 
 def checksum(path: Path) -> str:

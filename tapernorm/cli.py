@@ -29,6 +29,7 @@ from tapernorm.config import (
     ConfigError,
     DatasetConfig,
     EvaluateConfig,
+    ExportConfig,
     GenerateConfig,
     NormConfig,
     all_keys,
@@ -77,6 +78,7 @@ PATH_KEYS = (
     "save_folded",
     "out",
 )
+RESERVED = {"model.init": "random", "resume": "auto"}
 
 
 def launch(
@@ -191,6 +193,15 @@ def benchmark(tree: DictConfig) -> None:
         bench.benchmark(config)
 
 
+def export_hf(tree: DictConfig) -> None:
+    """The task of scripts/export_hf.py."""
+    with faults.in_one_line(ExportConfig):
+        config = validate(absolute_paths(plain(tree), Path(HydraConfig.get().runtime.cwd)), ExportConfig)
+        from tapernorm import export  # torch: only once the command line is known to be right
+
+        export.export(config)
+
+
 def plain(tree: DictConfig) -> dict[str, Any]:
     """The composed tree as plain data, interpolations resolved; '???' stays, for `build` to name."""
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
@@ -207,10 +218,11 @@ def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
         return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
 
     def is_path(key: str, value: Any) -> bool:
-        if key == "dataset.path":  # a hub id unless it exists here
+        if value == RESERVED.get(key):
+            return False
+        if key in ("dataset.path", "model.init"):  # a hub id unless it exists here
             return isinstance(value, str) and (launch_dir / Path(value).expanduser()).exists()
-        reserved = {"model.init": "random", "resume": "auto"}
-        return key in PATH_KEYS and value != reserved.get(key)
+        return key in PATH_KEYS
 
     def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
         result = {}
@@ -245,6 +257,7 @@ def register() -> None:
     store.store(name="schema", node=tree, provider="tapernorm")
     store.store(name="schema_evaluate", node=_defaults(EvaluateConfig), provider="tapernorm")
     store.store(name="schema_generate", node=_defaults(GenerateConfig), provider="tapernorm")
+    store.store(name="schema_export_hf", node=_defaults(ExportConfig), provider="tapernorm")
     store.store(name="schema_benchmark", node=to_dict(BenchmarkConfig()), provider="tapernorm")
     store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
 

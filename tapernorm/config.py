@@ -47,20 +47,32 @@ def meaning(text: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class ModelConfig:
-    """A pre-norm decoder: RoPE, SwiGLU, tied embeddings, no biases."""
+    """A pre-norm decoder. The defaults are Llama's block (RoPE, SwiGLU, RMSNorm, no biases); GPT-2 is model=gpt2."""
 
     name: str = meaning("label of the size in tables and directory names", "custom")
     n_layer: PositiveInt = meaning("number of blocks", 8)
     n_ctx: PositiveInt = meaning("context length in tokens", 512)
     d_model: PositiveInt = meaning("width of the residual stream", 64)
     head_dim: PositiveInt = meaning("width of one attention head; d_model must be a multiple of it", 32)
-    d_ff: PositiveInt | None = meaning("hidden width of the MLP; null: 8/3 d_model rounded up to a multiple of 8", None)
+    d_ff: PositiveInt | None = meaning(
+        "hidden width of the MLP; null: 8/3 d_model rounded up to a multiple of 8 for swiglu, 4 d_model for gelu", None
+    )
     vocab_size: PositiveInt | None = meaning("null: the tokenizer's; a number must equal it", None)
     tied: bool = meaning("the head shares the embedding's matrix", True)
-    rope_theta: Annotated[float, Field(gt=0)] = meaning("base of the rotary frequencies", 10000.0)
+    positions: Literal["rotary", "learned"] = meaning("rotary turns queries and keys; learned adds a table", "rotary")
+    rope_theta: Annotated[float, Field(gt=0)] = meaning("rotary only: base of the frequencies", 10000.0)
+    mlp: Literal["swiglu", "gelu"] = meaning(
+        "down(silu(gate) * up), or down(gelu(up)) with GPT-2's tanh form", "swiglu"
+    )
+    biases: bool = meaning("a bias in every projection of the blocks", False)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = meaning("of embeddings, attention and both residual branches", 0.0)
     norm_family: Literal["rms", "layer"] = meaning("what is tapered: RMSNorm or LayerNorm", "rms")
     norm_eps: Annotated[float | None, Field(gt=0)] = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
-    init: str = meaning("'random', or the directory of a run or checkpoint to start from", "random")
+    init: str = meaning(
+        "'random', or what to start from: directory of a run or checkpoint; GPT-2 or Llama in Hugging Face form, "
+        "directory or hub id",
+        "random",
+    )
     init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
 
     @property
@@ -415,6 +427,21 @@ class GenerateConfig:
     stream: bool = meaning("print text as it is produced", True)
 
 
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class ExportConfig:
+    """What scripts/export_hf.py can be told; everything else comes from the checkpoint."""
+
+    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
+    out: str = meaning("new directory for the model in Hugging Face form")
+    format: Literal["auto", "tapernorm", "gpt2", "llama"] = meaning(
+        "tapernorm: norm-free, with its own code; gpt2, llama: the stock layout; auto: the stock one for a baseline",
+        "auto",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = meaning("of the weights", "float32")
+    fold_gains: bool = meaning("tapernorm: fold the gains of the norms that stay, too, which may untie the head", False)
+    tokens: PositiveInt = meaning("tokens to certify on, at least one context", 1024)
+
+
 ArmName = Literal[
     "baseline",
     "baseline_again",
@@ -445,7 +472,7 @@ class BenchmarkConfig:
     new_tokens: PositiveInt = meaning("tokens decoded per sample of the time", 16)
     repeats: PositiveInt = meaning("samples per arm and placement in memory", 10)
     placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 12)
-    peer: bool = meaning("also compare generate() with transformers' on a Llama with the same weights", True)
+    peer: bool = meaning("also compare generate() with transformers' on its own model with the same weights", True)
     minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
     seed: NonNegativeInt = meaning("of weights, prompts and order", 0)
     threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
@@ -626,7 +653,7 @@ def _check_relations(config: Config) -> None:
     norm = config.norm.source if config.norm.kind == "folded" else config.norm
     if model.d_model % model.head_dim:
         raise ConfigError(f"model.d_model={model.d_model} is not a multiple of model.head_dim={model.head_dim}")
-    if model.head_dim % 2:
+    if model.positions == "rotary" and model.head_dim % 2:
         raise ConfigError(f"model.head_dim={model.head_dim}: rotary embeddings need an even width")
     if trainer.batch_size % trainer.accumulation:
         raise ConfigError(
@@ -692,14 +719,16 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
     model, trainer = config.model, config.trainer
     horizons = resolve_horizons(config)
     if vocab_size is not None and model.vocab_size not in (None, vocab_size):
-        raise ConfigError(f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null")
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null, or its tokenizer"
+        )
     sixth = max(1, math.ceil(trainer.max_steps / 6))
     replace = dataclasses.replace
     return replace(
         config,
         model=replace(
             model,
-            d_ff=model.d_ff or 8 * math.ceil(model.d_model * 8 / 3 / 8),
+            d_ff=model.d_ff or (4 * model.d_model if model.mlp == "gelu" else 8 * math.ceil(model.d_model * 8 / 3 / 8)),
             norm_eps=model.norm_eps or {"rms": 1e-6, "layer": 1e-5}[model.norm_family],
             vocab_size=model.vocab_size or vocab_size,
         ),

@@ -52,7 +52,7 @@ def introduce(run: TrainingRun) -> None:
 
 
 def trial_step(run: TrainingRun) -> float:
-    """Seconds of one forward and backward pass whose gradients are thrown away; draws no random number."""
+    """Seconds of one forward and backward pass whose gradients are thrown away; steers nothing."""
     x, y = run.microbatches(run.step + 1)[0]
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     for _ in range(2):  # the first one also pays for fresh memory

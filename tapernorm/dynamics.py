@@ -36,6 +36,15 @@ def radial_theory(logits: Tensor, targets: Tensor, bias: Tensor | None = None) -
     return expected - linear.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
+def constant_logits(model: Decoder) -> Tensor | None:
+    """(V,) what the readout adds whatever h_L is: W beta of the final norm, or the head's bias where it was folded."""
+    weight, constant = (model.embed.weight, None) if model.head is None else (model.head.weight, model.head.bias)
+    beta = getattr(model.final_norm, "bias", None)
+    if beta is None:
+        return constant
+    return F.linear(beta, weight, constant)
+
+
 def margin_bound(logits: Tensor, targets: Tensor, radial: Tensor) -> float | None:
     """Share of tokens with margin m = z_y - max_other z > 0 that satisfy radial <= -(1 - p_y) m + 1e-5 (1 + |m|).
 
@@ -60,11 +69,10 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | 
     if config.norm_eps is None:
         raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     taps: dict[str, Tensor] = {}
-    h = model.trunk(tokens, taps)
+    was_training = model.training
+    h = model.eval().trunk(tokens, taps)  # no dropout, which would also draw
+    model.train(was_training)
     losses, logits, gradient = readout_gradient(model, h, targets)
-    bias = getattr(model.final_norm, "bias", None)
-    if bias is not None:
-        bias = F.linear(bias, model.embed.weight if model.head is None else model.head.weight)
     radial = (gradient * h).sum(-1)
     gradient_norm = gradient.norm(dim=-1)
     fraction = radial.square() / (gradient_norm * h.norm(dim=-1)).square().clamp_min(torch.finfo(h.dtype).tiny)
@@ -77,7 +85,7 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | 
         "logits/abs_max": logits.abs().amax().item(),
         "logits/std": logits.std(-1).mean().item(),
         "radial/mean": radial.mean().item(),
-        "radial/theory": radial_theory(logits, targets, bias).mean().item(),
+        "radial/theory": radial_theory(logits, targets, constant_logits(model)).mean().item(),
         "radial/fraction": fraction.mean().item(),
         "radial/bound_ok": margin_bound(logits, targets, radial),
         "grad/final_hidden_norm": gradient_norm.mean().item(),

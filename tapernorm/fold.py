@@ -39,7 +39,7 @@ def fold(model: Decoder, *, gains: bool = True) -> Decoder:
     """
     if isinstance(model.norm_config, FoldedNormConfig):
         raise ConfigError(f"norm {model.norm_config.name}: this model is folded already")
-    _refuse_open_gates(model)
+    refuse_open_gates(model)
     source = model.norm_config
     norm = FoldedNormConfig(name=f"{source.name}_folded", source=source, gains=gains)
     tied = model.config.tied and not is_folded(norm, model.config, "final")
@@ -48,7 +48,7 @@ def fold(model: Decoder, *, gains: bool = True) -> Decoder:
     folded.to(model.embed.weight).train(model.training)
     wanted, given = folded.state_dict(), model.state_dict()
     folded.load_state_dict({name: given[name] for name in wanted.keys() & given.keys()}, strict=False)
-    for (site, layer, reader), (_, _, target) in zip(_readers(model), _readers(folded), strict=True):
+    for (site, layer, reader), (_, _, target) in zip(readers(model), readers(folded), strict=True):
         if is_folded(norm, model.config, site):
             weight, bias = absorb(layer, reader.weight, getattr(reader, "bias", None))
             target.weight.copy_(weight)
@@ -72,7 +72,8 @@ def what_is_left(model: Decoder) -> dict[str, list[str]]:
     return found
 
 
-def _refuse_open_gates(model: Decoder) -> None:
+def refuse_open_gates(model: Decoder) -> None:
+    """Raise ConfigError, one line with gates and sites, for a model that is not tapered to the end."""
     sites: dict[float, list[str]] = {}
     for site, norm in model.taper_norms().items():
         gate = norm.gate.item()
@@ -83,10 +84,10 @@ def _refuse_open_gates(model: Decoder) -> None:
         raise ConfigError(f"a model with an open gate cannot be folded (gate {found}); taper it to gate 0 first")
 
 
-def _readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
+def readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
     """(site, norm, the projection that reads it) in the order of the forward pass."""
     blocks: list[Any] = list(model.blocks)
-    projections = [projection for block in blocks for projection in (block.attn.qkv, block.mlp.gate_up)]
+    projections = [projection for block in blocks for projection in (block.attn.qkv, block.mlp.reader)]
     projections.append(model.embed if model.head is None else model.head)
     for (site, norm), projection in zip(model.norms(), projections, strict=True):
         yield site, norm, projection

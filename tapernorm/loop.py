@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tapernorm import checkpoint as checkpoints
+from tapernorm import pretrained
 from tapernorm.config import Config, resolve, to_dict, write_yaml
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
@@ -48,8 +48,8 @@ def train(
     """
     device = pick_device(config.trainer.device)
     keep_freed_memory()
-    if checkpoint is None and config.model.init != "random":
-        checkpoints.find(Path(config.model.init))  # refused before the data is prepared
+    if checkpoint is None:
+        pretrained.check(config)
     data = prepare(config, say)
     config = resolve(config, data.tokenizer.n_vocab)
     run = TrainingRun(config, directory, data, device, say)
@@ -89,11 +89,12 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             group["lr"] = learning_rate(step, optim)
 
         micro = run.microbatches(step)
-        level = run.batch_level([x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
+        level = run.batch_level(step, [x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
         with run.calibration.recording(step) as recording:
             # A recording step runs uncompiled, so that compilation sees one graph per phase.
             compute = run.model.loss if recording else run.loss
-            for x, y in micro:
+            for part, (x, y) in enumerate(micro):
+                run.seed_dropout(step, part)
                 with autocast(run.device, run.dtype):
                     loss, hidden = compute(x, y, run.log_scale)
                 total = loss

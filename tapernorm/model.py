@@ -1,6 +1,7 @@
-"""One pre-norm decoder: RoPE, SwiGLU, no biases, tied embeddings. Equal to transformers' LlamaForCausalLM.
+"""One pre-norm decoder for two families: Llama's block (RoPE, SwiGLU, no biases) and GPT-2's (learned positions, GELU,
+biases, dropout). Equal to transformers' LlamaForCausalLM and GPT2LMHeadModel.
 
-Only a folded model has biases, where a beta of a LayerNorm has moved into the projection that reads it.
+A folded model may have a bias where `model.biases` has none: there a LayerNorm's beta has moved into its reader.
 
 Shape legend: B batch, T time, D width of the residual stream, H heads, K head width, V vocabulary.
 """
@@ -18,6 +19,8 @@ from tapernorm.cache import KVCache, LayerCache
 from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
 from tapernorm.gate import Phase
 from tapernorm.norms import TaperNorm, build_norm, needs_bias
+
+Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -65,36 +68,78 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D). With `cache`, also to what is in it."""
+    """Causal self-attention: (B, T, D) -> (B, T, D). With `cache`, also to what is in it (and then without dropout).
+
+    `angles` are the rotary tables (cos, sin) of the positions, None where positions are learned.
+    """
 
     def __init__(self, config: ModelConfig, bias: bool = False) -> None:
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=bias)
-        self.out = Linear(config.d_model, config.d_model, bias=False)
+        self.n_head, self.head_dim, self.dropout = config.n_head, config.head_dim, config.dropout
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.biases or bias)
+        self.out = Linear(config.d_model, config.d_model, bias=config.biases)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None = None) -> Tensor:
         B, T, D = x.shape
+        rate = self.dropout if self.training else 0.0
         heads = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim).transpose(1, 2)
         qk, v = heads.split([2 * self.n_head, self.n_head], dim=1)
-        q, k = rotate(qk, cos, sin).to(v.dtype).chunk(2, dim=1)  # each (B, H, T, K), as v
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if cache is None else cache.attend(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))
+        if angles is not None:
+            qk = rotate(qk, *angles).to(v.dtype)
+        q, k = qk.chunk(2, dim=1)  # each (B, H, T, K), as v
+        if cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        else:
+            y = cache.attend(q, k, v)
+        y = self.out(y.transpose(1, 2).reshape(B, T, D))
+        return F.dropout(y, rate) if rate else y
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are the halves of one matrix. (B, T, D) -> (B, T, D)."""
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are the halves of one matrix. (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, bias: bool = False) -> None:
+    def __init__(self, config: ModelConfig, d_ff: int, bias: bool = False) -> None:
         super().__init__()
-        if config.d_ff is None:
-            raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
-        self.gate_up = Linear(config.d_model, 2 * config.d_ff, bias=bias)
-        self.down = Linear(config.d_ff, config.d_model, bias=False)
+        self.dropout = config.dropout
+        self.gate_up = Linear(config.d_model, 2 * d_ff, bias=config.biases or bias)
+        self.down = Linear(d_ff, config.d_model, bias=config.biases)
+
+    @property
+    def reader(self) -> Linear:
+        """The projection that reads the norm's output."""
+        return self.gate_up
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        y = self.down(F.silu(gate) * up)
+        return F.dropout(y, self.dropout) if self.dropout and self.training else y
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))), gelu(x) = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's. (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: ModelConfig, d_ff: int, bias: bool = False) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.up = Linear(config.d_model, d_ff, bias=config.biases or bias)
+        self.down = Linear(d_ff, config.d_model, bias=config.biases)
+
+    @property
+    def reader(self) -> Linear:
+        """The projection that reads the norm's output."""
+        return self.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return F.dropout(y, self.dropout) if self.dropout and self.training else y
+
+
+def build_mlp(config: ModelConfig, bias: bool = False) -> SwiGLU | GELU:
+    """The MLP of a resolved configuration; `bias`: see `norms.needs_bias`."""
+    if config.d_ff is None:
+        raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
+    kind = SwiGLU if config.mlp == "swiglu" else GELU
+    return kind(config, config.d_ff, bias)
 
 
 class Block(nn.Module):
@@ -106,19 +151,18 @@ class Block(nn.Module):
         self.attn_norm = build_norm(norm, config, f"{index}.attn")
         self.attn = Attention(config, bias=needs_bias(norm, config, f"{index}.attn"))
         self.mlp_norm = build_norm(norm, config, f"{index}.mlp")
-        self.mlp = MLP(config, bias=needs_bias(norm, config, f"{index}.mlp"))
+        self.mlp = build_mlp(config, bias=needs_bias(norm, config, f"{index}.mlp"))
 
     def forward(
         self,
         h: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles | None,
         taps: dict[str, Tensor] | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         if taps is not None:
             taps[f"{self.index}.attn"] = h
-        h = h + self.attn(self.attn_norm(h), cos, sin, cache)
+        h = h + self.attn(self.attn_norm(h), angles, cache)
         if taps is not None:
             taps[f"{self.index}.mlp"] = h
         return h + self.mlp(self.mlp_norm(h))
@@ -140,16 +184,18 @@ class Decoder(nn.Module):
             raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
         self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embed = nn.Embedding(config.n_ctx, config.d_model) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
         self.final_norm = build_norm(norm, config, "final")
         bias = needs_bias(norm, config, "final")
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=bias)
-        cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        if self.position_embed is None:
+            cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Matrices ~ N(0, init_std^2), those that write to the residual stream divided by sqrt(2 n_layer).
+        """Matrices ~ N(0, init_std^2), those that write to the residual stream divided by sqrt(2 n_layer); biases 0.
 
         Norms draw nothing, so models that differ only in their norms start from equal matrices.
         """
@@ -159,6 +205,8 @@ class Decoder(nn.Module):
                 is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 std = self.config.init_std * (writer_scale if is_writer else 1.0)
                 nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
 
     def trunk(self, tokens: Tensor, taps: dict[str, Tensor] | None = None, cache: KVCache | None = None) -> Tensor:
         """(B, T) ids -> h_L (B, T, D). `taps`, if given, receives the input of every norm: '0.attn', ..., 'final'.
@@ -166,10 +214,15 @@ class Decoder(nn.Module):
         With a `cache` (see `new_cache`) the ids continue its rows, and join them.
         """
         positions = slice(tokens.shape[1]) if cache is None else cache.extend(tokens.shape[1])
-        cos, sin = self.cos[positions], self.sin[positions]
-        h = self.embed(tokens)
+        h, angles = self.embed(tokens), None
+        if self.position_embed is None:
+            angles = self.cos[positions], self.sin[positions]
+        else:  # (T, D), or (B, 1, T, D) where rows differ
+            h = h + self.position_embed.weight[positions].view(-1, *h.shape[1:])
+        if self.config.dropout and self.training:
+            h = F.dropout(h, self.config.dropout)
         for index, block in enumerate(self.blocks):
-            h = block(h, cos, sin, taps, None if cache is None else cache.layers[index])
+            h = block(h, angles, taps, None if cache is None else cache.layers[index])
         if taps is not None:
             taps["final"] = h
         return h

@@ -179,7 +179,7 @@ def is_folded(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
 
 
 def needs_bias(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
-    """Whether the projection that reads a site's norm has a bias: the image of a folded beta."""
+    """Whether the projection that reads a site's norm needs a bias, also in a model without: a folded beta's image."""
     return model.norm_family == "layer" and is_folded(norm, model, site)
 
 

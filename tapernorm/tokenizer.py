@@ -27,6 +27,13 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 RANKS_FILE = "tokenizer.tiktoken"
 META_FILE = "tokenizer.json"
+# Texts that two implementations of a tokenizer must agree on.
+PROBES = (
+    "Once upon a time, there was a little girl who couldn't find her dog's ball.",
+    "A café, naïve 数字 🙂\n\n  two  spaces\tand it's 1,234.50 done...\r\n   ",
+    "MiXeD caSe_and_snake, (brackets) [3] {x: 'y'} -- don't, they'LL; ünïcödé ½ ²",
+    "".join(map(chr, range(256))),
+)
 
 
 class Tokenizer:
@@ -91,6 +98,33 @@ class Tokenizer:
     def byte_lengths(self, ids: Sequence[int] | np.ndarray | Any) -> np.ndarray:
         """UTF-8 bytes of each id, in the shape of `ids`; see `n_bytes`."""
         return self._lengths[np.asarray(ids, dtype=np.int64)]
+
+    def to_fast(self) -> Any | None:
+        """The same tokenizer as the tokenizers library's, None if some of PROBES come out differently there.
+
+        Merges are every pair of tokens whose bytes are a third one, in that one's order. The end-of-text string is a
+        special token there: text that spells it out becomes its id, which `encode` here never does.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        character = {byte: char for char, byte in _byte_of_character().items()}
+        words = {token: "".join(character[byte] for byte in token) for token in self._ranks}
+        merges = [
+            (words[token[:cut]], words[token[cut:]])
+            for _, token in sorted(self._tokens.items())
+            for cut in range(1, len(token))
+            if token[:cut] in words and token[cut:] in words
+        ]
+        vocabulary = {words[token]: rank for token, rank in self._ranks.items()}
+        fast = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+        same = fast.token_to_id(END_OF_TEXT) == self.eot and self.pattern == GPT2_PATTERN
+        for text in PROBES:
+            ids = self.encode(text)
+            same = same and fast.encode(text).ids == ids and fast.decode(ids) == text
+        return fast if same else None
 
     def save(self, directory: str | Path) -> None:
         """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
+from tapernorm import pretrained
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
 from tapernorm.config import Config, ConfigError, to_dict
@@ -62,7 +64,7 @@ class TrainingRun:
         self.config, self.directory, self.data, self.device = config, directory, data, device
         self._say = say
         self.dtype = pick_dtype(trainer.dtype, device)
-        # Dropout and the like, where a model has it; initialization and batches have generators of their own.
+        # For whatever draws from torch's own generator; initialization, batches and dropout masks do not depend on it.
         torch.manual_seed(config.seed)
         self.model = build_model(config, device).train()
         self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
@@ -108,8 +110,7 @@ class TrainingRun:
 
     def initialize(self) -> None:
         """Start from the weights that model.init names, or from the random ones that are there."""
-        if self.config.model.init != "random":
-            checkpoints.initialize_from(self.model, Path(self.config.model.init), self.config, self.data.tokenizer)
+        pretrained.initialize(self.model, self.config, self.data.tokenizer)
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
@@ -136,11 +137,24 @@ class TrainingRun:
             drop_state_of_frozen(self.optimizer)
         self.phase = phase
 
+    def seed_dropout(self, step: int, part: int) -> None:
+        """Before a microbatch's forward: make its masks a function of (seed, step, part) alone.
+
+        So they need no state that could be lost, are the baseline's in every mode, and can be drawn again.
+        """
+        if self.config.model.dropout:
+            (seed,) = np.random.SeedSequence((self.config.seed, step, part)).generate_state(1, np.uint64)
+            torch.manual_seed(int(seed))
+
     @torch.no_grad()
-    def batch_level(self, inputs: list[Tensor]) -> Tensor:
+    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor:
         """mean ln s over the whole batch, from forwards without gradients, for anchor=mean_log with accumulation."""
-        with autocast(self.device, self.dtype):
-            return torch.stack([self.anchor.log_level(self.model.trunk(x)) for x in inputs]).mean()
+        levels = []
+        for part, x in enumerate(inputs):
+            self.seed_dropout(step, part)
+            with autocast(self.device, self.dtype):
+                levels.append(self.anchor.log_level(self.model.trunk(x)))
+        return torch.stack(levels).mean()
 
     def guard(self, step: int, grad_norm: Tensor) -> None:
         """Make the optimizer skip, on the device and without waiting for it, a step that is not finite."""
@@ -159,7 +173,8 @@ class TrainingRun:
         gate = self.schedule.value(step)
         self.model.set_gate(gate, self.schedule.phase(step))
         layer = None
-        for x, y in self.microbatches(step):
+        for part, (x, y) in enumerate(self.microbatches(step)):
+            self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
                 layer = layer or first_nonfinite(self.model, x, y)
         other = "the gradient of the scale loss" if self.anchor.active else "the norm of the gradient"

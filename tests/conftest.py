@@ -61,6 +61,14 @@ NORMS: dict[str, dict[str, Any]] = {
     "derf": {"kind": "derf", "name": "derf"},
 }
 
+GPT2: dict[str, Any] = {
+    "norm_family": "layer",
+    "positions": "learned",
+    "mlp": "gelu",
+    "biases": True,
+    "dropout": 0.1,
+}
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -102,6 +102,32 @@ def test_precedence_holds_in_every_experiment(experiment):
     assert (tree["norm"]["kind"], tree["model"]["d_model"]) == ("dyt", 96)
 
 
+@pytest.mark.parametrize(
+    ("size", "hub", "lr", "low", "warmup", "steps", "decay"),
+    [
+        ("gpt2", "gpt2", 6e-4, 3e-4, 25, 300, 300),
+        ("gpt2_medium", "gpt2-medium", 6e-4, 3e-4, 10, 500, 500),
+        ("gpt2_large", "gpt2-large", 3e-4, 4e-5, 15, 600, 1200),
+        ("gpt2_xl", "gpt2-xl", 1e-4, 2e-5, 20, 800, 1200),
+    ],
+)
+@pytest.mark.parametrize("experiment", ["taper_internal", "taper_all", "vanilla"])
+def test_recipes_of_gpt2(experiment, size, hub, lr, low, warmup, steps, decay):
+    """Group < recipe < experiment < command line; the published learning rates, lengths and tokens a step."""
+    given = ["dataset=toy"] if size == "gpt2" else ["dataset=toy", f"model={size}", f"recipe={size}"]
+    config = resolve(build(composed(f"experiment=gpt2/{experiment}", *given)), 50257)
+    optim, trainer = config.optim, config.trainer
+    assert (config.model.name, config.model.init) == (size, f"openai-community/{hub}")
+    assert (optim.lr, optim.warmup_steps, trainer.max_steps, optim.decay_steps) == (lr, warmup, steps, decay)
+    assert optim.min_lr_ratio * lr == pytest.approx(low, rel=1e-3)
+    assert trainer.batch_size * config.model.n_ctx == 524_288
+    norms = {"taper_internal": "internal_taper", "taper_all": "all_taper", "vanilla": "baseline"}
+    assert config.norm.name == norms[experiment]
+    assert (config.anchor.kind == "mean_log") is (experiment == "taper_all")
+    assert config.gate.k_warmup >= warmup and config.tokenizer.kind == "gpt2"
+    assert build(composed(f"experiment=gpt2/{experiment}", *given, "optim.lr=0.5")).optim.lr == 0.5
+
+
 def test_smoke_goes_through_every_phase():
     config = resolve(build(composed("experiment=smoke")))
     steps = config.trainer.max_steps
@@ -230,11 +256,11 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
     assert found["model"]["init"] == "random" and found["resume"] == "auto"
     assert found["runs_dir"] == str(tmp_path / "runs")
     assert found["run_dir"] == str(tmp_path.parent / "elsewhere")
-    hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "runs/x"}}
-    assert cli.absolute_paths(hub, tmp_path) == {
-        "dataset": {"path": "roneneldan/TinyStories"},
-        "model": {"init": str(Path(tmp_path, "runs/x"))},
-    }
+    hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "openai-community/gpt2"}}
+    assert cli.absolute_paths(hub, tmp_path) == hub
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    found = cli.absolute_paths({"model": {"init": "runs/x"}}, tmp_path)
+    assert found == {"model": {"init": str(Path(tmp_path, "runs/x"))}}
 
 
 def test_text_dataset_takes_one_file_or_several():

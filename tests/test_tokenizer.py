@@ -95,6 +95,20 @@ def test_n_bytes_is_the_length_of_the_text(bpe: Tokenizer) -> None:
     assert bpe.n_bytes(np.array([ids, ids])) == 2 * len(TRICKY.encode())
 
 
+def test_the_tokenizers_library_gets_the_same_one_or_none(bpe: Tokenizer, byte_level: Tokenizer) -> None:
+    texts = [toy.story(2, index) for index in range(100)] + [TRICKY.replace("<|endoftext|>", "")]
+    for tokenizer in (bpe, byte_level):
+        fast = tokenizer.to_fast()
+        assert fast is not None and fast.get_vocab_size() == tokenizer.n_vocab
+        for text in texts:
+            assert fast.encode(text).ids == tokenizer.encode(text)
+            assert fast.decode(tokenizer.encode(text)) == text
+        assert fast.encode("a<|endoftext|>b").ids == [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    assert Tokenizer("other", ranks, pattern=r"\w+|\W").to_fast() is None
+    assert Tokenizer("gap", ranks | {b"ab": 300}).to_fast() is None  # its ids have a gap before the end-of-text id
+
+
 def test_save_and_load(bpe: Tokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)

@@ -1,0 +1,201 @@
+"""A pre-norm decoder whose normalization layers may be gone: h + attn(norm(h)), then h + mlp(norm(h)).
+
+Shapes: B batch, T new tokens, S tokens with those in the cache, D width, H heads, K head width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_tapernorm import TapernormConfig
+
+# What this version of transformers calls the keys and values that it hands from step to step.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def build_norm(config, site):
+    """What is left of the norm at a site, by its place in the forward pass."""
+    kind = config.norms[site]
+    if kind == "none":
+        return nn.Identity()
+    layer = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[kind]
+    return layer(config.d_model, eps=config.norm_eps, elementwise_affine=config.norm_gain)
+
+
+def rotate(x, angles):
+    """Rotary embedding of heads (B, H, T, K) by angles (B, 1, T, K/2): the two halves of K turn into each other."""
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        self.index, self.n_head, self.dropout = index, config.n_head, config.dropout
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.read_biases[2 * index])
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.write_biases)
+
+    def forward(self, x, mask, angles, cache):
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        if cache is not None:
+            k, v = cache.update(k, v, self.index)
+        rate = self.dropout if self.training else 0.0
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
+        return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), rate)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config, bias):
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.write_biases)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class GELU(nn.Module):
+    def __init__(self, config, bias):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.write_biases)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        self.dropout = config.dropout
+        self.attn_norm = build_norm(config, 2 * index)
+        self.attn = Attention(config, index)
+        self.mlp_norm = build_norm(config, 2 * index + 1)
+        self.mlp = {"swiglu": SwiGLU, "gelu": GELU}[config.mlp](config, config.read_biases[2 * index + 1])
+
+    def forward(self, h, mask, angles, cache):
+        h = h + self.attn(self.attn_norm(h), mask, angles, cache)
+        return h + F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, self.training)
+
+
+class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
+    """Token ids (B, T) -> logits (B, T, V). Padding, at either side, is what attention_mask says."""
+
+    config_class = TapernormConfig
+    _no_split_modules = ("Block",)
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embed = nn.Embedding(config.n_ctx, config.d_model) if config.positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.final_norm = build_norm(config, -1)
+        bias = config.read_biases[-1]
+        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=bias)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def set_input_embeddings(self, value):
+        self.embed = value
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def set_output_embeddings(self, value):
+        self.head = value
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        num_items_in_batch=None,
+        return_dict=None,
+        **unused,
+    ):
+        """attention_mask: (B, S), 1 for tokens and 0 for padding. labels: (B, T), shifted here; -100 is ignored.
+
+        logits_to_keep: logits of the last so many tokens alone; 0: of all.
+        """
+        cache = past_key_values if cache is None else cache
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        h = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        n_past = 0 if cache is None else int(cache.get_seq_length())
+        positions = self._positions(h, attention_mask, n_past) if position_ids is None else position_ids
+        angles = None
+        if self.position_embed is not None:
+            h = h + self.position_embed(positions)
+        else:
+            K = self.config.d_model // self.config.n_head
+            even = torch.arange(0, K, 2, dtype=torch.float32, device=h.device)
+            frequency = 1.0 / self.config.rope_theta ** (even / K)
+            angles = (positions[..., None].float() * frequency)[:, None]
+        h = F.dropout(h, self.config.dropout, self.training)
+        mask = self._mask(h, attention_mask, n_past)
+        for block in self.blocks:
+            h = block(h, mask, angles, cache)
+        h = self.final_norm(h if isinstance(logits_to_keep, int) and not logits_to_keep else _last(h, logits_to_keep))
+        logits = F.linear(h, self.embed.weight) if self.head is None else self.head(h)
+        loss = None if labels is None else _shifted_loss(logits, labels, num_items_in_batch)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
+        return output.to_tuple() if return_dict is False else output
+
+    @staticmethod
+    def _positions(h, attention_mask, n_past):
+        """(B, T), or (1, T): a token's place among those of its row that are not padding."""
+        T = h.shape[1]
+        if attention_mask is None or attention_mask.dim() != 2:
+            return torch.arange(n_past, n_past + T, device=h.device)[None]
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+
+    @staticmethod
+    def _mask(h, attention_mask, n_past):
+        """(B, 1, T, S): which tokens each token sees; None where causality alone decides.
+
+        Padding sees itself, so that no row of the softmax is empty.
+        """
+        T = h.shape[1]
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return attention_mask
+        if attention_mask is None and (T == 1 or n_past == 0):
+            return None
+        slots = torch.arange(n_past + T, device=h.device)
+        own = slots[n_past:, None]
+        seen = (slots <= own)[None]
+        if attention_mask is not None:
+            seen = (seen & attention_mask.bool()[:, None]) | (slots == own)
+        return seen[:, None]
+
+
+def _last(h, logits_to_keep):
+    return h[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else h[:, logits_to_keep]
+
+
+def _shifted_loss(logits, labels, num_items_in_batch):
+    """Mean cross-entropy of every label given the tokens before it, or its sum over `num_items_in_batch`."""
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(),
+        labels[:, 1:].flatten().to(logits.device),
+        ignore_index=-100,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return losses if num_items_in_batch is None else losses / num_items_in_batch

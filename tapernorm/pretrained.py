@@ -1,0 +1,112 @@
+"""Where a model starts from (model.init): random weights, a run of ours, or a model in Hugging Face form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tapernorm import checkpoint as checkpoints
+from tapernorm.config import Config, ConfigError, ModelConfig, resolve
+from tapernorm.gate import GateSchedule
+from tapernorm.hf import is_hub_form, open_pretrained
+from tapernorm.model import Decoder
+from tapernorm.tokenizer import Tokenizer
+
+# Keys that decide which function the weights are of; n_ctx does where positions are learned.
+SAME_FUNCTION = (
+    "n_layer",
+    "d_model",
+    "head_dim",
+    "d_ff",
+    "tied",
+    "positions",
+    "rope_theta",
+    "mlp",
+    "biases",
+    "norm_family",
+    "norm_eps",
+)
+FRESH = (".c", "taper_weight")  # endings of what calibration will set
+
+
+def check(config: Config) -> None:
+    """Refuse in one line (ConfigError), before the data is prepared, a source that is not there or of another shape."""
+    where = config.model.init
+    if where == "random":
+        return
+    if is_hub_form(where):
+        _compare(where, open_pretrained(where).architecture, resolve(config).model)
+    else:
+        checkpoints.find(Path(where))
+
+
+def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:
+    """Start `model` from the weights that model.init names: its norms are then normalized (gate 1).
+
+    Raises ConfigError, one line, if the vocabularies, shapes or norms do not fit.
+    """
+    where = config.model.init
+    if where == "random":
+        return
+    weights = _foreign(where, config) if is_hub_form(where) else _own(where, config, tokenizer)
+    if "position_embed.weight" in weights:  # a shorter context has the first positions
+        weights["position_embed.weight"] = weights["position_embed.weight"][: config.model.n_ctx]
+    _load(model, weights, where)
+
+
+def _foreign(where: str, config: Config) -> dict[str, Tensor]:
+    source = open_pretrained(where)
+    _compare(where, source.architecture, config.model)
+    there, here = source.architecture["vocab_size"], config.model.vocab_size
+    if there != here:
+        hint = "tokenizer=gpt2 is GPT-2's" if source.family == "gpt2" else "use the tokenizer that it was trained with"
+        raise ConfigError(f"model.init={where}: vocab_size is {there} there and the tokenizer has {here} ids; {hint}")
+    return source.weights()
+
+
+def _own(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tensor]:
+    path = checkpoints.find(Path(where))
+    meta, source = checkpoints.read_meta(path), resolve(checkpoints.read_config(path))
+    _compare(where, vars(source.model), config.model)
+    if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"model.init={where}: it has another tokenizer; use tokenizer.ranks={path}/tokenizer.tiktoken"
+        )
+    gate = GateSchedule.from_config(source).value(meta["step"])
+    if gate != 1.0:
+        raise ConfigError(
+            f"model.init={where}: its gate is {gate:.3g}; tapering starts from a normalized model (gate 1)"
+        )
+    return checkpoints.read_weights(path)
+
+
+def _compare(where: str, there: Mapping[str, Any], here: ModelConfig) -> None:
+    for name in SAME_FUNCTION:
+        own = getattr(here, name)
+        if name in there and there[name] != own:
+            raise ConfigError(
+                f"model.init={where}: model.{name} is {there[name]} there and {own} here; use the same model"
+            )
+    if here.positions == "learned" and here.n_ctx > there["n_ctx"]:
+        raise ConfigError(
+            f"model.init={where}: model.n_ctx is {there['n_ctx']} there and {here.n_ctx} here; it has no more positions"
+        )
+
+
+def _load(model: Decoder, weights: Mapping[str, Tensor], where: str) -> None:
+    own = model.state_dict()
+    missing = sorted(name for name in own.keys() - weights.keys() if not name.endswith(FRESH))
+    spare = sorted(name for name in weights.keys() - own.keys() if not name.endswith(FRESH))
+    if missing or spare:
+        raise ConfigError(
+            f"model.init={where}: other layers ({', '.join([*missing, *spare][:3])}, ...); use the same norms"
+        )
+    taken = {name: tensor for name, tensor in weights.items() if not name.endswith(FRESH)}
+    for name, tensor in taken.items():
+        if tensor.shape != own[name].shape:
+            there, here = tuple(tensor.shape), tuple(own[name].shape)
+            raise ConfigError(f"model.init={where}: {name} is {there} there and {here} here; use the same model")
+    model.load_state_dict(taken, strict=False)
