@@ -1,6 +1,6 @@
 """The same computation without nn.Module around it, for decoding.
 
-Decoding a small model runs some 300 operations of a microsecond or two a token; looking up parameters and calling
+Decoding a small model runs some 230 operators of a microsecond or two a token; looking up parameters and calling
 modules through nn.Module then takes a third of the time.
 """
 
