@@ -53,6 +53,7 @@ from tapernorm.tracking import clock
 N_VOCAB = 10_000  # of random weights whose model.vocab_size is null: the size that the method was published with
 CEILING = "no_norms"
 EQUAL = ("baseline", "baseline_again")  # arms whose difference is what measuring makes of none
+MODES = ("eager", "cuda_graph", "compile")
 WARM_STEPS = 2  # at the start of every sample: the arm before has filled the processor's caches
 INTERNAL, ALL = ("attn", "mlp"), ("attn", "mlp", "final")
 
@@ -306,17 +307,20 @@ def _out(config: BenchmarkConfig, base: Decoder) -> Path:
 
 
 def _cases(config: BenchmarkConfig, device: torch.device) -> list[Case]:
-    modes: Sequence[str] = config.modes or (
-        ("eager", "compile", "cuda_graph") if device.type == "cuda" else ("eager", "compile")
-    )
+    usual = ("eager", "cuda_graph", "compile") if device.type == "cuda" else ("eager", "compile")
+    modes = config.modes or usual
     if "cuda_graph" in modes and device.type != "cuda":
         raise ConfigError(f"modes=[{','.join(modes)}]: cuda_graph needs a CUDA device, this is {device.type}")
-    return [
+    cases = [
         Case(mode, dtype, batch_size)
-        for mode in sorted(modes, key=["eager", "cuda_graph", "compile"].index)  # the slow ones last
+        for mode in sorted(modes, key=MODES.index)  # the slow ones last
         for dtype in config.dtypes
         for batch_size in config.batch_sizes
     ]
+    if config.modes is None:  # compiling takes half a minute per arm, so unless it is asked for, one case has to do
+        first = (config.dtypes[0], config.batch_sizes[0])
+        cases = [case for case in cases if case.mode != "compile" or (case.dtype, case.batch_size) == first]
+    return cases
 
 
 def measure(config: BenchmarkConfig, arms: Arms, case: Case, device: torch.device, bandwidth: float) -> list[Row]:

@@ -466,12 +466,12 @@ class BenchmarkConfig:
     batch_sizes: tuple[PositiveInt, ...] = meaning("sequences that are decoded side by side", (1, 8))
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = meaning("of the weights", ("float32", "bfloat16"))
     modes: Annotated[tuple[Literal["eager", "compile", "cuda_graph"], ...] | None, Field(min_length=1)] = meaning(
-        "null: eager and compile, on a CUDA device also cuda_graph", None
+        "null: eager, on a CUDA device cuda_graph, and compile for the first precision and batch size alone", None
     )
     prompt_tokens: PositiveInt = meaning("tokens of the prompt", 64)
     new_tokens: PositiveInt = meaning("tokens decoded per sample of the time", 16)
     repeats: PositiveInt = meaning("samples per arm and placement in memory", 10)
-    placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 12)
+    placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 6)
     peer: bool = meaning("also compare generate() with transformers' on its own model with the same weights", True)
     minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
     seed: NonNegativeInt = meaning("of weights, prompts and order", 0)

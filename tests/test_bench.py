@@ -142,6 +142,13 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "case 4 of 4: eager, bfloat16, batch 8, ETA" in capsys.readouterr().out
 
 
+def test_unless_it_is_asked_for_compilation_is_measured_once() -> None:
+    cases = bench._cases(dataclasses.replace(TINY, modes=None), torch.device("cpu"))
+    assert [str(case) for case in cases if case.mode == "compile"] == ["compile, float32, batch 1"]
+    assert len(cases) == 5 and cases[-1].mode == "compile"
+    assert len(bench._cases(dataclasses.replace(TINY, modes=("compile",)), torch.device("cpu"))) == 4
+
+
 def test_time_that_is_up_and_cases_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(TINY, out=str(tmp_path / "a.json"), minutes=1e-9)
     assert bench.benchmark(config)["left_out"][-1] == "eager, bfloat16, batch 8: minutes=1e-09 were over"
