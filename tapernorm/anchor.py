@@ -27,9 +27,12 @@ class ScaleAnchor:
     fixed_target  lambda * mean_tokens (s - s_tgt)^2               Kanavalau et al., arXiv 2602.10408
     log_target    lambda * mean_tokens (ln s - ln s_tgt)^2         ours
     mean_log      lambda * (mean_tokens ln s - ln s_tgt)^2         ours: holds the level, leaves the spread free
+    batch_mean    lambda * mean_tokens (s - mean_batch s)^2        Baroni et al., arXiv 2507.02559: squeezes the spread,
+                                                                   leaves the level free; the mean has no gradient
 
     s_tgt is the bias-corrected EMA of the batch mean of s over the statistics window, frozen at k_warmup. It is
-    measured for every run, also with anchor=none, because it is the yardstick of logit chasing.
+    measured for every run, also with anchor=none, because it is the yardstick of logit chasing. batch_mean needs none
+    and acts from the first step on.
     `weight` is dimensionless: lambda = weight / s_tgt^2 for fixed_target, lambda = weight for the log forms.
     """
 
@@ -42,7 +45,7 @@ class ScaleAnchor:
         self.average = Ema(decay)
         self.step_means: list[Tensor] = []
         self.target: float | None = None
-        self.strength = 0.0
+        self.strength = config.spread_weight if config.kind == "batch_mean" else 0.0
 
     def scale(self, h: Tensor) -> Tensor:
         return token_scale(h, self.family, self.eps)
@@ -72,30 +75,41 @@ class ScaleAnchor:
                 self.strength = self.config.weight / target**2
             case AnchorConfig(kind="fixed_target", absolute_weight=float(strength)):
                 self.strength = strength
+            case AnchorConfig(kind="batch_mean"):
+                self.strength = self.config.spread_weight
             case _:
                 self.strength = self.config.weight
 
     @property
     def active(self) -> bool:
-        """Whether the loss acts: a target is frozen and an anchor was chosen."""
-        return self.target is not None and self.config.kind != "none"
+        """Whether the loss acts: an anchor was chosen, and the target that it may need is frozen."""
+        return self.config.kind == "batch_mean" or (self.target is not None and self.config.kind != "none")
+
+    def acts(self, step: int) -> bool:
+        """Whether the loss was part of this step's, which has been taken."""
+        return self.active and (self.config.kind == "batch_mean" or step > self.k_warmup)
 
     @property
     def needs_batch_mean(self) -> bool:
-        """mean_log is no mean over tokens: its gradient needs the whole batch's level before any backward pass."""
-        return self.active and self.config.kind == "mean_log"
+        """Whether a token's loss depends on the whole batch, whose `level` is then needed before any backward pass."""
+        return self.active and self.config.kind in ("mean_log", "batch_mean")
 
-    def log_level(self, h: Tensor) -> Tensor:
-        """mean_tokens ln s(h), a scalar."""
-        return self.scale(h).log().mean()
+    def level(self, h: Tensor) -> Tensor:
+        """mean_tokens s(h) for batch_mean, else mean_tokens ln s(h); a scalar."""
+        scale = self.scale(h)
+        return scale.mean() if self.config.kind == "batch_mean" else scale.log().mean()
 
     def loss(self, h: Tensor, batch_level: Tensor | None = None) -> Tensor:
         """The weighted loss of one microbatch (B, T, D), a scalar.
 
         Its mean over a step's equal microbatches, and the mean of its gradients, are those of the whole batch.
-        For mean_log, `batch_level` is the mean over the whole batch of ln s (None: this microbatch is all of it);
-        the value returned is then already the whole batch's.
+        For mean_log and batch_mean, `batch_level` is the whole batch's `level` (None: this microbatch is all of it);
+        the value returned for mean_log is then already the whole batch's.
         """
+        if self.config.kind == "batch_mean":
+            scale = self.scale(h)
+            middle = scale.mean() if batch_level is None else batch_level
+            return self.strength * (scale - middle.detach()).square().mean()
         if self.target is None:
             raise RuntimeError("the scale target is not frozen yet")
         target, log_target = self.target, math.log(self.target)
@@ -105,7 +119,7 @@ class ScaleAnchor:
             case "log_target":
                 return self.strength * (self.scale(h).log() - log_target).square().mean()
             case "mean_log":
-                level = self.log_level(h)
+                level = self.level(h)
                 if batch_level is None:
                     return self.strength * (level - log_target).square()
                 # d/dtheta of (level_batch - t)^2 is 2 (level_batch - t) dlevel: linear in the microbatches' levels.
@@ -119,13 +133,18 @@ class ScaleAnchor:
 
         fixed_target  2 lambda mean_tokens k s (s - s_tgt)      log_target  2 lambda mean_tokens k ln(s / s_tgt)
         mean_log      2 lambda (mean_tokens ln s - ln s_tgt) mean_tokens k
+        batch_mean    2 lambda mean_tokens k s (s - mean_batch s)
 
         with k = d ln s / d ln||h|| = 1 - eps/s^2. Its mean over a step's equal microbatches is the whole batch's.
         """
+        scale = self.scale(h)
+        follows = 1.0 - self.eps / scale.square()
+        if self.config.kind == "batch_mean":
+            middle = scale.mean() if batch_level is None else batch_level
+            return 2.0 * self.strength * (follows * scale * (scale - middle)).mean()
         if self.target is None:
             raise RuntimeError("the scale target is not frozen yet")
-        target, scale = self.target, self.scale(h)
-        follows = 1.0 - self.eps / scale.square()
+        target = self.target
         match self.config.kind:
             case "fixed_target":
                 return 2.0 * self.strength * (follows * scale * (scale - target)).mean()
@@ -141,6 +160,8 @@ class ScaleAnchor:
         if self.target is None:
             return "anchor: no target yet"
         line = f"  anchor {self.config.kind}: s_tgt {self.target:.4g}"
+        if self.config.kind == "batch_mean":
+            line += " (measured, not used)"
         if self.active:
             line += f", lambda {self.strength:.4g}, lambda * s_tgt^2 {self.strength * self.target**2:.4g}"
         return line

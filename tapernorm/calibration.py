@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tapernorm.config import CalibrationConfig
-from tapernorm.norms import TaperNorm
+from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm
 
 PLAUSIBLE_C = (0.02, 50.0)
 SHORT_WINDOW = 30
@@ -47,27 +47,33 @@ class Ema:
 
 
 class Calibration:
-    """Chooses c per tapered layer at step k_warmup.
+    """Chooses c per gated layer: at step k_warmup for TaperNorm, at each of its turns for FakeNorm.
 
-    c minimises E||h/r * gamma - c * h * gamma||^2, so c = E[||h*gamma||^2 / r] / E[||h*gamma||^2]; both expectations
-    are averages over the steps of a window that ends at k_warmup ('ema'), or that last step alone ('one_batch').
-    'none' keeps c = 1. Only training forwards inside the window are recorded, so the rest of the warmup costs what
-    the baseline costs.
+    c minimises E||h/r * gamma - c * h * gamma||^2 in a tapered layer, so c = E[||h*gamma||^2 / r] / E[||h*gamma||^2];
+    it is 1 / E[r] in a FakeNorm. Both expectations are averages over the steps of a window that ends at k_warmup and,
+    for FakeNorm, goes on to its last turn ('ema'), or of the last step alone ('one_batch'). 'none' keeps c = 1. Only
+    training forwards of these steps are recorded, so the rest of the warmup costs what the baseline costs.
     """
 
-    def __init__(self, config: CalibrationConfig, k_warmup: int, norms: Mapping[str, TaperNorm]) -> None:
+    def __init__(
+        self, config: CalibrationConfig, k_warmup: int, norms: Mapping[str, GatedNorm], k_last: int | None = None
+    ) -> None:
+        """`k_last`: the last step that a FakeNorm may need; None: k_warmup."""
         if config.window is None:
             raise ValueError("calibration.window is resolved by tapernorm.config.resolve")
         self.kind = config.kind
         self.k_warmup = k_warmup
         self.window = 1 if config.kind == "one_batch" else config.window
         self.norms = dict(norms) if config.kind != "none" else {}
-        self.all_norms = dict(norms)
-        self.averages = {site: Ema(config.decay) for site in self.norms}
+        self.tapers = {site: norm for site, norm in norms.items() if isinstance(norm, TaperNorm)}
+        self.fakes = {site: norm for site, norm in norms.items() if isinstance(norm, FakeNorm)}
+        self.k_last = k_warmup if k_last is None or not self.fakes else k_last
+        decay = 0.0 if config.kind == "one_batch" else config.decay
+        self.averages = {site: Ema(decay) for site in self.norms}
 
     def records(self, step: int) -> bool:
         """Whether this step's forwards are to be recorded."""
-        return bool(self.norms) and self.k_warmup - self.window < step <= self.k_warmup
+        return bool(self.norms) and self.k_warmup - self.window < step <= self.k_last
 
     @contextmanager
     def recording(self, step: int) -> Iterator[bool]:
@@ -85,12 +91,25 @@ class Calibration:
                 norm.recording = False
         if on:
             for site, norm in self.norms.items():
-                self.averages[site].update(norm.take_statistics())
+                if not (isinstance(norm, FakeNorm) and norm.removed == len(norm.turns)):
+                    self.averages[site].update(norm.take_statistics())
+
+    def freeze(self, gate: float) -> list[str]:
+        """Before the gate falls to a value: c of every FakeNorm whose turn this is, on the device; names what goes."""
+        going = []
+        for site, norm in self.fakes.items():
+            parts = [f"{site} ({part})" for part in ("Q, K", "V")] if len(norm.turns) == 2 else [site]
+            parts = parts[norm.removed : norm.turns_taken(gate)]
+            if parts and site in self.averages:
+                numerator, denominator = self.averages[site].mean
+                norm.calibrate(numerator / denominator)
+            going += parts
+        return going
 
     def finish(self, say: Callable[[str], None]) -> dict[str, float]:
-        """Set c and gamma_t := gamma in every tapered layer; returns c by site and says what is doubtful."""
+        """Set c and gamma_t := gamma in every TaperNorm; returns c by site and says what is doubtful."""
         chosen = {}
-        for site, norm in self.all_norms.items():
+        for site, norm in self.tapers.items():
             c = 1.0
             if site in self.averages:
                 numerator, denominator = self.averages[site].mean.tolist()

@@ -111,6 +111,15 @@ class TaperNormConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class FakeNormConfig:
+    """Comparator: standard norms whose statistics are frozen one after the other, in the steps of the gate."""
+
+    kind: Literal["fake"] = "fake"
+    name: str = meaning("label in tables and directory names", "fake_ln")
+    sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class DyTConfig:
     """Comparator: gamma * tanh(alpha * h) + beta."""
 
@@ -140,7 +149,8 @@ class NoNormConfig:
     sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
 
 
-NormConfig = StandardNormConfig | TaperNormConfig | DyTConfig | DerfConfig | NoNormConfig
+NormConfig = StandardNormConfig | TaperNormConfig | FakeNormConfig | DyTConfig | DerfConfig | NoNormConfig
+GATED = ("taper", "fake")  # the kinds that the gate takes away
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -186,33 +196,68 @@ def all_sites(n_layer: int) -> list[str]:
     return [f"{block}.{site}" for block in range(n_layer) for site in ("attn", "mlp")] + ["final"]
 
 
+STAGES = ("mlp", "qk", "v", "final")  # in the order of their removal
+
+
+def removal_order(sites: tuple[str, ...], n_layer: int) -> list[tuple[str, str]]:
+    """(stage, site) of every removal of a sequence, in its order, block after block within a stage.
+
+    All MLP norms, then the attention norms for what Q and K read, then these for what V reads, then the final norm.
+    """
+    chosen = select_sites(sites, n_layer)
+    kinds = {"mlp": "mlp", "qk": "attn", "v": "attn", "final": "final"}
+    return [(stage, site) for stage in STAGES for site in chosen if site.rpartition(".")[2] == kinds[stage]]
+
+
+def removal_turns(sites: tuple[str, ...], n_layer: int) -> dict[str, tuple[float, ...]]:
+    """By site the gate values at which its removals come: the i-th of all n, i = 1..n, at g = 1 - i/n."""
+    order = removal_order(sites, n_layer)
+    turns: dict[str, tuple[float, ...]] = {}
+    for number, (_, site) in enumerate(order, 1):
+        turns[site] = (*turns.get(site, ()), 1.0 - number / len(order))
+    return turns
+
+
 # -------------------------------------------------------------------------------------------- anchor, gate, calibration
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class AnchorConfig:
-    """The auxiliary scale loss on the residual stream that enters the final norm; acts after k_warmup."""
+    """The auxiliary scale loss on the residual stream that enters the final norm; acts after k_warmup.
 
-    kind: Literal["none", "fixed_target", "log_target", "mean_log"] = meaning("which scale loss", "none")
+    batch_mean, FakeLN's, has no target to wait for and acts from the first step.
+    """
+
+    kind: Literal["none", "fixed_target", "log_target", "mean_log", "batch_mean"] = meaning("which scale loss", "none")
     weight: Annotated[float, Field(ge=0)] = meaning(
         "dimensionless strength: lambda * s_tgt^2 for fixed_target, lambda for the log forms", 1.0
     )
     absolute_weight: Annotated[float | None, Field(ge=0)] = meaning(
         "fixed_target only: lambda itself, instead of weight", None
     )
+    spread_weight: Annotated[float, Field(ge=0)] = meaning("batch_mean only: lambda itself", 0.1)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class GateConfig:
     """The one global gate: 1 until step k_warmup, then down to exactly 0 at step k_taper."""
 
-    shape: Literal["cosine", "linear", "sqrt", "step", "constant"] = meaning("constant never tapers", "cosine")
+    shape: Literal["cosine", "linear", "sqrt", "step", "sequential", "constant"] = meaning(
+        "sequential falls by one n-th per removal, one layer at a time for norm=fake_ln; constant never tapers",
+        "cosine",
+    )
     k_warmup: NonNegativeInt | None = meaning(
         "last normalized step; null: max(5 % of the run, end of the learning-rate warmup, min(100, 15 % of the run))",
         None,
     )
     k_taper: PositiveInt | None = meaning("first step with gate 0; null: k_taper_share of the run", None)
     k_taper_share: Annotated[float, Field(gt=0, le=1)] = meaning("k_taper as a share of trainer.max_steps", 0.5)
+    first_removal: PositiveInt | None = meaning("sequential only: k_warmup where that is null", None)
+    gaps: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=3)] | None = meaning(
+        "sequential only: steps from one removal to the next of MLP norms, of Q and K, of V, which decides k_taper; "
+        "null: evenly until k_taper",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -668,12 +713,17 @@ def _check_relations(config: Config) -> None:
         )
     horizons = resolve_horizons(config)
     k_warmup, k_taper = horizons["k_warmup"], horizons["k_taper"]
-    tapers = norm.kind == "taper" and gate.shape != "constant"
+    tapers = norm.kind in GATED and gate.shape != "constant"
     if gate.shape == "step":
         k_taper = k_warmup + 1
     if tapers and not k_warmup < k_taper <= trainer.max_steps:
         raise ConfigError(
             f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold"
+        )
+    if tapers and (waits := removal_waits(config)) and k_taper != k_warmup + 1 + sum(waits):
+        raise ConfigError(
+            f"gate.k_taper={k_taper}: gate.gaps={list(gate.gaps or ())} reaches the last removal at step "
+            f"{k_warmup + 1 + sum(waits)}; leave one of the two out"
         )
     if k_warmup > trainer.max_steps:
         raise ConfigError(f"gate.k_warmup={k_warmup} lies beyond trainer.max_steps={trainer.max_steps}")
@@ -687,15 +737,28 @@ def _check_relations(config: Config) -> None:
         )
 
 
+def removal_waits(config: Config) -> list[int]:
+    """Steps from each removal to the next one where `gate.gaps` decides them, else nothing."""
+    gaps = config.gate.gaps
+    if config.gate.shape != "sequential" or gaps is None or config.norm.kind not in GATED:
+        return []
+    stages = [stage for stage, _ in removal_order(config.norm.sites, config.model.n_layer)]
+    return [gaps[STAGES.index(stage)] for stage in stages[:-1]]
+
+
 def resolve_horizons(config: Config) -> dict[str, int]:
     """Steps that derive from the length of the run (method: gate schedule, statistics window)."""
     steps = config.trainer.max_steps
     optim, gate, calibration = config.optim, config.gate, config.calibration
     lr_warmup = min(200, math.ceil(0.1 * steps)) if optim.warmup_steps is None else optim.warmup_steps
     k_warmup = gate.k_warmup
+    if k_warmup is None and gate.shape == "sequential":
+        k_warmup = gate.first_removal
     if k_warmup is None:
         k_warmup = max(math.ceil(0.05 * steps), lr_warmup, min(100, math.floor(0.15 * steps)), 1)
     k_taper = gate.k_taper
+    if k_taper is None and (waits := removal_waits(config)):
+        k_taper = k_warmup + 1 + sum(waits)
     if k_taper is None:
         k_taper = max(round(gate.k_taper_share * steps), k_warmup + 1)
     window = calibration.window

@@ -27,7 +27,7 @@ def introduce(run: TrainingRun) -> None:
     say(
         f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
         f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
-        f"({len(run.model.taper_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
+        f"({len(run.model.gated_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
         f"anchor {config.anchor.kind}, seed {config.seed}"
     )
     say(
@@ -38,7 +38,7 @@ def introduce(run: TrainingRun) -> None:
         taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
         say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
     else:
-        taper = "constant gate" if run.model.taper_norms() else "no tapered layers"
+        taper = "constant gate" if run.model.gated_norms() else "no tapered layers"
         say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
     if run.step:
         say(f"resumed after step {run.step}")

@@ -101,8 +101,8 @@ class HeldNorm(TaperNorm):
         del self._parameters["taper_weight"]
         return self.original
 
-    def _record(self, h: Tensor) -> None:
-        super()._record(real_tokens(h, self.mask))
+    def record(self, h: Tensor) -> None:
+        super().record(real_tokens(h, self.mask))
 
 
 class HeldLN(HeldNorm, TaperLN):

@@ -97,8 +97,9 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | 
         metrics[f"scale/rms_p99.{site}"] = p99
         if site == "final":
             metrics["scale/final_rms_mean"], metrics["scale/final_rms_p99"] = mean, p99
+    for site, gated in model.gated_norms().items():
+        metrics[f"calib/c.{site}"] = gated.c.item()
     for site, norm in model.taper_norms().items():
-        metrics[f"calib/c.{site}"] = norm.c.item()
         metrics[f"taper/gain_rms.{site}"] = norm.taper_weight.square().mean().sqrt().item()
     return metrics
 

@@ -23,14 +23,15 @@ from tapernorm.config import ConfigError, FoldedNormConfig
 from tapernorm.device import autocast
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
-from tapernorm.norms import TaperLN, TaperNorm, is_folded
+from tapernorm.norms import GatedNorm, LayerForm, is_folded
 
 
 @torch.no_grad()
 def fold(model: Decoder, *, gains: bool = True) -> Decoder:
     """W' = W diag(s) M,  b' = b + W beta,  for every projection W (out, D) that reads a norm with a linear part.
 
-    s (D,) is c * gamma_t for a tapered norm, which disappears; M = I - 11^T/D centres and is there for TaperLN alone.
+    s (D,) is c * gamma_t for a TaperNorm, c * gamma for a FakeNorm, and both disappear; M = I - 11^T/D centres and is
+    there for TaperLN and FakeLN alone.
     A standard norm keeps its statistic and loses its gain, s = gamma, unless `gains` is False. A tied head that the
     final norm goes into is untied first: the embedding keeps its values. DyT, Derf and absent norms stay as they are.
 
@@ -75,7 +76,7 @@ def what_is_left(model: Decoder) -> dict[str, list[str]]:
 def refuse_open_gates(model: Decoder) -> None:
     """Raise ConfigError, one line with gates and sites, for a model that is not tapered to the end."""
     sites: dict[float, list[str]] = {}
-    for site, norm in model.taper_norms().items():
+    for site, norm in model.gated_norms().items():
         gate = norm.gate.item()
         if norm.phase is not Phase.TAPERED or gate > 0:
             sites.setdefault(gate, []).append(site)
@@ -104,10 +105,10 @@ def absorb(norm: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
         shift = shift + exact(bias)
     if getattr(norm, "bias", None) is not None:
         shift = shift + matrix @ exact(norm.bias)
-    if not isinstance(norm, TaperNorm):
+    if not isinstance(norm, GatedNorm):
         return matrix * exact(norm.weight), shift
-    matrix = matrix * (exact(norm.c) * exact(norm.taper_weight))
-    if isinstance(norm, TaperLN):
+    matrix = matrix * exact(norm.end_gain())
+    if isinstance(norm, LayerForm):
         matrix = matrix - matrix.mean(1, keepdim=True)  # W M: every row loses its mean
     return matrix, shift
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
-from tapernorm.config import Config
+from tapernorm.config import GATED, Config, removal_order, removal_waits
 
 
 class Phase(StrEnum):
@@ -23,12 +25,14 @@ class GateSchedule:
 
     g = 1 for k <= k_warmup; with t = (k - k_warmup) / (k_taper - k_warmup) it is then 0.5 (1 + cos(pi t)) for
     'cosine', 1 - t for 'linear', 1 - sqrt(t) for 'sqrt', 0 at once for 'step'; exactly 0 for k >= k_taper.
-    'constant' is 1 for ever. Horizons are steps, not shares: extending a run does not bend the schedule.
+    'constant' is 1 for ever. 'sequential' is the share of `removals` (steps, k_warmup + 1 to k_taper) still to come,
+    for layers that go one at a time. Horizons are steps, not shares: extending a run does not bend the schedule.
     """
 
     shape: str
     k_warmup: int
     k_taper: int
+    removals: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Config) -> GateSchedule:
@@ -36,7 +40,10 @@ class GateSchedule:
         gate = config.gate
         if gate.k_warmup is None or gate.k_taper is None:
             raise ValueError("the gate's horizons are resolved by tapernorm.config.resolve")
-        return cls(gate.shape if config.norm.kind == "taper" else "constant", gate.k_warmup, gate.k_taper)
+        if config.norm.kind not in GATED:
+            return cls("constant", gate.k_warmup, gate.k_taper)
+        removals = _removals(config, gate.k_warmup, gate.k_taper) if gate.shape == "sequential" else ()
+        return cls(gate.shape, gate.k_warmup, gate.k_taper, removals)
 
     def value(self, step: int) -> float:
         """g(step), in [0, 1]."""
@@ -52,6 +59,8 @@ class GateSchedule:
                 return 1.0 - t
             case "sqrt":
                 return 1.0 - math.sqrt(t)
+            case "sequential":
+                return 1.0 - bisect_right(self.removals, step) / len(self.removals)
         raise ValueError(f"unknown gate shape {self.shape!r}")
 
     def phase(self, step: int) -> Phase:
@@ -71,3 +80,12 @@ class GateSchedule:
             case "step":
                 return self.k_warmup + 1
         return self.k_taper
+
+
+def _removals(config: Config, k_warmup: int, k_taper: int) -> tuple[int, ...]:
+    """The step that each removal takes effect in: by `gate.gaps`, else evenly from k_warmup + 1 to k_taper."""
+    if waits := removal_waits(config):
+        return tuple(accumulate(waits, initial=k_warmup + 1))
+    count = len(removal_order(config.norm.sites, config.model.n_layer))
+    span = k_taper - k_warmup - 1
+    return tuple(k_taper - round(span * later / max(1, count - 1)) for later in reversed(range(count)))

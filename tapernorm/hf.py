@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tapernorm.config import ConfigError, ModelConfig
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
-from tapernorm.norms import TaperLN
+from tapernorm.norms import LayerForm
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", flags=re.ASCII)  # owner/name, or name
 
@@ -273,11 +273,11 @@ def to_gpt2(model: Decoder) -> Any:
     """
     transformers, config = _transformers(), _stock_config(model, "gpt2")
     state, layers = model.state_dict(), dict(model.norms())
-    tapered = [site for site, norm in layers.items() if isinstance(norm, TaperLN) and norm.phase is Phase.TAPERED]
+    tapered = [site for site, norm in layers.items() if isinstance(norm, LayerForm) and norm.phase is Phase.TAPERED]
     for site, norm in layers.items():
         name = "final_norm" if site == "final" else f"blocks.{site}_norm"
-        if isinstance(norm, TaperLN) and len(tapered) == len(layers):
-            state[f"{name}.weight"] = HUGE_EPSILON**0.5 * norm.c * norm.taper_weight
+        if isinstance(norm, LayerForm) and len(tapered) == len(layers):
+            state[f"{name}.weight"] = HUGE_EPSILON**0.5 * norm.end_gain()
         elif not isinstance(norm, nn.LayerNorm) or norm.weight is None:
             raise ConfigError(
                 f"norm {model.norm_config.name}: GPT-2 has LayerNorms with one epsilon, so either none or all of them "

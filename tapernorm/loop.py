@@ -103,7 +103,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                     total = loss + aux
                     run.interval["anchor"] += aux.detach() / len(micro)
                     run.interval["force"] += run.anchor.force(hidden, level) / len(micro)
-                elif run.anchor.records(step):
+                if run.anchor.records(step):
                     run.anchor.record(hidden)
                 (total / len(micro)).backward()
                 run.interval["loss"] += loss.detach() / len(micro)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tapernorm.cache import KVCache, LayerCache
 from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
 from tapernorm.gate import Phase
-from tapernorm.norms import TaperNorm, build_norm, needs_bias
+from tapernorm.norms import GatedNorm, TaperNorm, build_norm, needs_bias
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
 
@@ -70,6 +70,7 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention: (B, T, D) -> (B, T, D). With `cache`, also to what is in it (and then without dropout).
 
+    A pair of inputs is what Q and K read, and what V reads: see `norms.FakeNorm`.
     `angles` are the rotary tables (cos, sin) of the positions, None where positions are learned.
     """
 
@@ -79,10 +80,22 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.biases or bias)
         self.out = Linear(config.d_model, config.d_model, bias=config.biases)
 
-    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None = None) -> Tensor:
-        B, T, D = x.shape
+    def project(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, 3 D): queries, keys, values."""
+        if isinstance(x, Tensor):
+            return self.qkv(x)
+        sizes = [2 * x[1].shape[-1], x[1].shape[-1]]
+        weights = self.qkv.weight.split(sizes)
+        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split(sizes)
+        return torch.cat([F.linear(part, w, b) for part, w, b in zip(x, weights, biases, strict=True)], -1)
+
+    def forward(
+        self, x: Tensor | tuple[Tensor, Tensor], angles: Angles | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        projected = self.project(x)
+        B, T, D = *projected.shape[:2], projected.shape[2] // 3
         rate = self.dropout if self.training else 0.0
-        heads = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim).transpose(1, 2)
+        heads = projected.view(B, T, 3 * self.n_head, self.head_dim).transpose(1, 2)
         qk, v = heads.split([2 * self.n_head, self.n_head], dim=1)
         if angles is not None:
             qk = rotate(qk, *angles).to(v.dtype)
@@ -273,13 +286,17 @@ class Decoder(nn.Module):
         blocks = [module for block in self.blocks for module in (block.attn_norm, block.mlp_norm)]
         yield from zip(all_sites(self.config.n_layer), [*blocks, self.final_norm], strict=True)
 
+    def gated_norms(self) -> dict[str, GatedNorm]:
+        """The layers that the gate takes away, by site; empty for a baseline."""
+        return {site: norm for site, norm in self.norms() if isinstance(norm, GatedNorm)}
+
     def taper_norms(self) -> dict[str, TaperNorm]:
-        """The tapered layers by site; empty for a baseline."""
+        """The tapered layers by site."""
         return {site: norm for site, norm in self.norms() if isinstance(norm, TaperNorm)}
 
     def set_gate(self, gate: float, phase: Phase) -> None:
-        """Set the one global gate in every tapered layer."""
-        for norm in self.taper_norms().values():
+        """Set the one global gate in every layer that has it."""
+        for norm in self.gated_norms().values():
             norm.set_gate(gate, phase)
 
     def n_parameters(self) -> int:

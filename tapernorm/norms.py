@@ -1,38 +1,38 @@
-"""Normalization layers: the standard ones, TaperNorm and TaperLN, and the comparators DyT and Derf.
+"""Normalization layers: the standard ones, TaperNorm and TaperLN, and the comparators FakeLN, DyT and Derf.
 
 A model is built with the norms that its configuration names: a baseline contains no TaperNorm at all.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tapernorm.config import (
+    GATED,
     AnyNormConfig,
     DerfConfig,
     DyTConfig,
+    FakeNormConfig,
     FoldedNormConfig,
     ModelConfig,
     NoNormConfig,
     StandardNormConfig,
     TaperNormConfig,
+    removal_turns,
     select_sites,
 )
 from tapernorm.gate import Phase
 
 
-class TaperNorm(nn.Module):
-    """out = g * h/r * gamma + (1-g) * c * h * gamma_t,  r = sqrt(mean(h^2) + eps).
+class GatedNorm(nn.Module):
+    """A standard norm that the global gate g takes away: what TaperNorm and FakeNorm share, in RMSNorm's form.
 
-    Shapes: h (..., D) -> (..., D). g is the global gate, c a calibrated scalar (a buffer, never trained), gamma
-    (`weight`) and gamma_t (`taper_weight`) are per-feature gains.
-
-    Three phases, set by `set_gate`: normalized runs the framework's own fused RMSNorm and is bit-identical to it;
-    tapering mixes both branches in a single pass over h; tapered computes no per-token statistic.
-
-    Source: Kanavalau, Amo Alonso, Lall, arXiv 2602.10408.
+    Shapes: h (..., D) -> (..., D). gamma (`weight`) is a per-feature gain, c a calibrated scalar (a buffer, never
+    trained): the least-squares stand-in for 1/r(h), r = sqrt(mean(h^2) + eps).
     """
 
     gate: Tensor
@@ -44,7 +44,6 @@ class TaperNorm(nn.Module):
         self.dim, self.eps = dim, eps
         self.phase = Phase.NORMALIZED
         self.weight = nn.Parameter(torch.ones(dim))
-        self.taper_weight = nn.Parameter(torch.ones(dim), requires_grad=False)
         self.bias = None
         self.register_buffer("c", torch.ones(()))
         # A tensor, so that a compiled graph does not depend on its value; a function of the step, so not saved.
@@ -52,18 +51,6 @@ class TaperNorm(nn.Module):
         self.recording = False
         self.recorded: Tensor | None = None
         self.recorded_rows = 0
-
-    def forward(self, h: Tensor) -> Tensor:
-        if self.phase is Phase.NORMALIZED:
-            if self.recording:
-                self._record(h)
-            return self.standard(h)
-        x = self.center(h)
-        gain = self.c * self.taper_weight
-        if self.phase is Phase.TAPERING:
-            inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-            gain = self.gate * inverse * self.gain() + (1.0 - self.gate) * gain
-        return x * gain if self.bias is None else torch.addcmul(self.bias, x, gain)
 
     def standard(self, h: Tensor) -> Tensor:
         """The norm that this layer starts as: (..., D) -> (..., D)."""
@@ -73,57 +60,49 @@ class TaperNorm(nn.Module):
         """gamma (D,)."""
         return self.weight
 
+    def end_gain(self) -> Tensor:
+        """(D,) what the centred h is multiplied by at gate 0."""
+        raise NotImplementedError
+
     def center(self, h: Tensor) -> Tensor:
         """The linear part in front of the statistic; nothing for RMSNorm."""
         return h
 
     def set_gate(self, gate: float, phase: Phase) -> None:
-        """Enter the phase with this gate value; also decides which of the two gains trains.
-
-        gamma_t has no gradient (None, not zero, which would change clipping) before the taper; gamma none after it.
-        """
+        """Enter the phase with this gate value."""
         self.phase = phase
         self.gate.fill_(gate)
-        self.weight.requires_grad_(phase is not Phase.TAPERED)
-        self.taper_weight.requires_grad_(phase is not Phase.NORMALIZED)
 
     @torch.no_grad()
-    def _record(self, h: Tensor) -> None:
-        """Add this microbatch's sums over tokens of ||h*gamma||^2 / r(h) and ||h*gamma||^2, in float32."""
+    def record(self, h: Tensor) -> None:
+        """Add this microbatch's sums over tokens, in float32, whose quotient is c: see `statistics`."""
         x = self.center(h.detach().float()).flatten(0, -2)
         r = (x.square().mean(-1) + self.eps).sqrt()
-        power = (x * self.gain().float()).square().sum(-1)
-        sums = torch.stack([(power / r).sum(), power.sum()])
+        sums = torch.stack([values.sum() for values in self.statistics(x, r)])
         self.recorded = sums if self.recorded is None else self.recorded + sums
         self.recorded_rows += x.shape[0]
 
+    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
+        """Per token (N,), of centred inputs x (N, D) and their r (N,): numerator and denominator of c."""
+        raise NotImplementedError
+
     def take_statistics(self) -> Tensor:
-        """(2,) means over the tokens recorded since the last call: E[||h*gamma||^2 / r], E[||h*gamma||^2]."""
+        """(2,) means over the tokens recorded since the last call: numerator and denominator of c."""
         if self.recorded is None:
             raise RuntimeError("no forward pass was recorded: set recording = True before the step")
         mean = self.recorded / self.recorded_rows
         self.recorded, self.recorded_rows = None, 0
         return mean
 
-    @torch.no_grad()
-    def calibrate(self, c: Tensor | float) -> None:
-        """Freeze c and start the linear branch from the trained gain: gamma_t := gamma."""
-        self.c.fill_(c)
-        self.taper_weight.copy_(self.gain())
-
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, phase={self.phase.value}"
 
 
-class TaperLN(TaperNorm):
-    """out = g * xc/sigma * gamma + (1-g) * c * xc * gamma_t + beta,  xc = h - mean(h),  sigma = sqrt(mean(xc^2) + eps).
+class LayerForm(GatedNorm):
+    """Mixed in, LayerNorm instead of RMSNorm: h - mean(h) and sigma in place of h and r, and a bias beta (D,)."""
 
-    Shapes: h (..., D) -> (..., D). Centering is linear, so it stays in the end map; beta is shared by both branches
-    (our choice).
-    """
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__(dim, eps)
+    def __init__(self, dim: int, eps: float, *more: Any) -> None:
+        super().__init__(dim, eps, *more)
         self.bias = nn.Parameter(torch.zeros(dim))
 
     def standard(self, h: Tensor) -> Tensor:
@@ -131,6 +110,116 @@ class TaperLN(TaperNorm):
 
     def center(self, h: Tensor) -> Tensor:
         return h - h.mean(-1, keepdim=True)
+
+
+class TaperNorm(GatedNorm):
+    """out = g * h/r * gamma + (1-g) * c * h * gamma_t,  r = sqrt(mean(h^2) + eps).
+
+    Shapes: h (..., D) -> (..., D). g is the global gate, c a calibrated scalar (a buffer, never trained), gamma
+    (`weight`) and gamma_t (`taper_weight`) are per-feature gains.
+
+    Three phases, set by `set_gate`: normalized runs the framework's own fused RMSNorm and is bit-identical to it;
+    tapering mixes both branches in a single pass over h; tapered computes no per-token statistic.
+
+    Source: Kanavalau, Amo Alonso, Lall, arXiv 2602.10408.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        self.taper_weight = nn.Parameter(torch.ones(dim), requires_grad=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.phase is Phase.NORMALIZED:
+            if self.recording:
+                self.record(h)
+            return self.standard(h)
+        x = self.center(h)
+        gain = self.end_gain()
+        if self.phase is Phase.TAPERING:
+            inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+            gain = self.gate * inverse * self.gain() + (1.0 - self.gate) * gain
+        return x * gain if self.bias is None else torch.addcmul(self.bias, x, gain)
+
+    def end_gain(self) -> Tensor:
+        return self.c * self.taper_weight
+
+    def set_gate(self, gate: float, phase: Phase) -> None:
+        """Enter the phase with this gate value; also decides which of the two gains trains.
+
+        gamma_t has no gradient (None, not zero, which would change clipping) before the taper; gamma none after it.
+        """
+        super().set_gate(gate, phase)
+        self.weight.requires_grad_(phase is not Phase.TAPERED)
+        self.taper_weight.requires_grad_(phase is not Phase.NORMALIZED)
+
+    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
+        """||h*gamma||^2 / r(h) and ||h*gamma||^2."""
+        power = (x * self.gain().float()).square().sum(-1)
+        return [power / r, power]
+
+    @torch.no_grad()
+    def calibrate(self, c: Tensor | float) -> None:
+        """Freeze c and start the linear branch from the trained gain: gamma_t := gamma."""
+        self.c.fill_(c)
+        self.taper_weight.copy_(self.gain())
+
+
+class TaperLN(LayerForm, TaperNorm):
+    """out = g * xc/sigma * gamma + (1-g) * c * xc * gamma_t + beta,  xc = h - mean(h),  sigma = sqrt(mean(xc^2) + eps).
+
+    Shapes: h (..., D) -> (..., D). Centering is linear, so it stays in the end map; beta is shared by both branches
+    (our choice).
+    """
+
+
+class FakeNorm(GatedNorm):
+    """out = h/r * gamma until the layer's own turn, then c * h * gamma: 1/c is the frozen running mean of r.
+
+    Shapes: h (..., D) -> (..., D). The gate is shared: a layer goes once the gate has fallen to its `turns`, and a
+    sequence of turns takes one layer after the other. An attention norm has two, first for what Q and K read, then for
+    what V reads; between them the output is the pair of both. c is read again at the second (our choice), so that one
+    linear map is left in the end.
+
+    Source: Baroni, Khara, Schaeffer, Subkhankulov, Heimersheim, arXiv 2507.02559.
+    """
+
+    def __init__(self, dim: int, eps: float, turns: tuple[float, ...]) -> None:
+        super().__init__(dim, eps)
+        self.turns, self.removed = turns, 0
+
+    def forward(self, h: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        done = self.removed == len(self.turns)
+        if self.recording and not done:
+            self.record(h)
+        if not self.removed:
+            return self.standard(h)
+        x, gain = self.center(h), self.end_gain()
+        linear = x * gain if self.bias is None else torch.addcmul(self.bias, x, gain)
+        return linear if done else (linear, self.standard(h))
+
+    def end_gain(self) -> Tensor:
+        return self.c * self.weight
+
+    def turns_taken(self, gate: float) -> int:
+        """How many of the layer's turns have come at this gate value."""
+        return sum(gate <= turn + 1e-9 for turn in self.turns)
+
+    def set_gate(self, gate: float, phase: Phase) -> None:
+        super().set_gate(gate, phase)
+        self.removed = self.turns_taken(gate)
+
+    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
+        """1 and r(h)."""
+        return [torch.ones_like(r), r]
+
+    @torch.no_grad()
+    def calibrate(self, c: Tensor | float) -> None:
+        """Freeze c at one of the layer's turns."""
+        self.c.copy_(torch.as_tensor(c))
+
+
+class FakeLN(LayerForm, FakeNorm):
+    """out = xc/sigma * gamma + beta until the layer's own turn, then c * xc * gamma + beta; see FakeNorm."""
 
 
 class DyT(nn.Module):
@@ -175,7 +264,7 @@ def is_folded(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
     """Whether the linear part of the norm at a site has moved into the projection that reads it."""
     if not isinstance(norm, FoldedNormConfig):
         return False
-    return norm.source.kind == "taper" if site in select_sites(norm.sites, model.n_layer) else norm.gains
+    return norm.source.kind in GATED if site in select_sites(norm.sites, model.n_layer) else norm.gains
 
 
 def needs_bias(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
@@ -195,6 +284,9 @@ def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
             return nn.Identity() if is_folded(norm, model, site) else build_norm(norm.source, model, site)
         case TaperNormConfig():
             return {"rms": TaperNorm, "layer": TaperLN}[model.norm_family](dim, eps)
+        case FakeNormConfig():
+            turns = removal_turns(norm.sites, model.n_layer)[site]
+            return {"rms": FakeNorm, "layer": FakeLN}[model.norm_family](dim, eps, turns)
         case DyTConfig(alpha=alpha):
             return DyT(dim, alpha)
         case DerfConfig(alpha=alpha, shift=shift):

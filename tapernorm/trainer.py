@@ -71,7 +71,13 @@ class TrainingRun:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.schedule = GateSchedule.from_config(config)
         self.phase, self.gate = Phase.NORMALIZED, 1.0
-        self.calibration = Calibration(config.calibration, self.schedule.k_warmup, self.model.taper_norms())
+        first_tapered = self.schedule.first_tapered_step
+        self.calibration = Calibration(
+            config.calibration,
+            self.schedule.k_warmup,
+            self.model.gated_norms(),
+            k_last=None if first_tapered is None else first_tapered - 1,
+        )
         self.anchor = ScaleAnchor(
             config.anchor,
             k_warmup=self.schedule.k_warmup,
@@ -86,7 +92,6 @@ class TrainingRun:
             data.valid.tokens, model_config.n_ctx, trainer.probe_size * model_config.n_ctx
         )
         self.probe_batch = inputs.to(device), targets.to(device)
-        first_tapered = self.schedule.first_tapered_step
         # Steps that deserve every measurement: the first, the end of each phase, the last.
         self.landmarks = {1, self.schedule.k_warmup, first_tapered, trainer.max_steps} - {None, 0}
         self.tokens_per_step = trainer.batch_size * model_config.n_ctx
@@ -124,7 +129,10 @@ class TrainingRun:
             self.interval_start = time.perf_counter(), self.tokens
         gate, phase = self.schedule.value(step), self.schedule.phase(step)
         if (gate, phase) != (self.gate, self.phase):
+            removed = self.calibration.freeze(gate)
             self.model.set_gate(gate, phase)
+            if removed:
+                self.say(f"step {step}, gate {gate:.4g}: {', '.join(removed)} by a frozen scale from here on")
         if phase is not self.phase:
             self.enter_phase(phase)
         self.gate = gate
@@ -148,12 +156,12 @@ class TrainingRun:
 
     @torch.no_grad()
     def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor:
-        """mean ln s over the whole batch, from forwards without gradients, for anchor=mean_log with accumulation."""
+        """The anchor's `level` of the whole batch, from forwards without gradients, for accumulation."""
         levels = []
         for part, x in enumerate(inputs):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
-                levels.append(self.anchor.log_level(self.model.trunk(x)))
+                levels.append(self.anchor.level(self.model.trunk(x)))
         return torch.stack(levels).mean()
 
     def guard(self, step: int, grad_norm: Tensor) -> None:
@@ -199,7 +207,7 @@ class TrainingRun:
         """After step k_warmup: c and gamma_t of every tapered layer, the scale target and lambda."""
         chosen = self.calibration.finish(self.say)
         self.anchor.freeze()
-        if self.calibration.norms:
+        if self.calibration.tapers and self.calibration.norms:
             self.say(f"calibrated after step {self.step} on a window of {self.calibration.window} steps")
         else:
             self.say(f"end of the warmup, step {self.step}: the scale target is frozen")
@@ -235,7 +243,7 @@ class TrainingRun:
         }
         if self.anchor.target is not None:
             metrics["scale/target"] = self.anchor.target
-        if self.anchor.active and step > self.schedule.k_warmup:
+        if self.anchor.acts(step):
             weighted = self.interval["anchor"].item() / steps
             metrics["anchor/weighted"] = weighted
             metrics["anchor/loss"] = weighted / self.anchor.strength if self.anchor.strength else 0.0
@@ -414,7 +422,7 @@ class TrainingRun:
             "train_seconds": round(self.seconds, 3),  # without validation, probing and saving; over all resumes
             "scale_target": self.anchor.target,
             "drift": self.drift(),
-            "c": {site: norm.c.item() for site, norm in self.model.taper_norms().items()},
+            "c": {site: norm.c.item() for site, norm in self.model.gated_norms().items()},
             "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
         }
 

@@ -56,6 +56,7 @@ NORMS: dict[str, dict[str, Any]] = {
     "internal_taper": {"kind": "taper", "name": "internal_taper", "sites": ["attn", "mlp"]},
     "all_taper": {"kind": "taper", "name": "all_taper", "sites": ["attn", "mlp", "final"]},
     "final_taper": {"kind": "taper", "name": "final_taper", "sites": ["final"]},
+    "fake_ln": {"kind": "fake", "name": "fake_ln"},
     "none": {"kind": "none", "name": "none"},
     "dyt": {"kind": "dyt", "name": "dyt"},
     "derf": {"kind": "derf", "name": "derf"},

@@ -30,13 +30,14 @@ def test_target_is_the_bias_corrected_average_of_the_windows_batch_means() -> No
     assert not subject.active
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "batch_mean"])
 def test_losses_by_hand(kind: str) -> None:
     subject = anchor(kind, weight=0.7)
     subject.set_target(2.0)
     h = 3 * torch.randn(2, 5, 16)
     s = (h.square().mean(-1) + 1e-6).sqrt()
     expected = {
+        "batch_mean": 0.1 * (s - s.mean()).square().mean(),
         "fixed_target": 0.7 / 4.0 * (s - 2.0).square().mean(),
         "log_target": 0.7 * (s.log() - math.log(2.0)).square().mean(),
         "mean_log": 0.7 * (s.log().mean() - math.log(2.0)).square(),
@@ -51,7 +52,7 @@ def test_absolute_weight() -> None:
     assert "lambda * s_tgt^2 2.5" in subject.describe()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "batch_mean"])
 def test_P25_microbatches_give_the_whole_batchs_loss_and_gradient(kind: str) -> None:
     subject = anchor(kind)
     subject.set_target(2.0)
@@ -60,7 +61,7 @@ def test_P25_microbatches_give_the_whole_batchs_loss_and_gradient(kind: str) -> 
     loss = subject.loss(whole)
     loss.backward()
     parts = h.clone().requires_grad_()
-    level = subject.log_level(h) if kind == "mean_log" else None
+    level = subject.level(h) if subject.needs_batch_mean else None
     total = 0.0
     for part in parts.chunk(4):
         micro = subject.loss(part, level) / 4
@@ -93,7 +94,7 @@ def test_force_is_the_derivative_of_the_loss_by_the_log_scale(kind: str, family:
     subject.loss(h * (1 + log_scale)).backward()
     assert log_scale.grad is not None
     torch.testing.assert_close(subject.force(h), log_scale.grad)
-    level = subject.log_level(h)
+    level = subject.level(h)
     parts = [subject.force(part, level) for part in h.chunk(4)]
     torch.testing.assert_close(torch.stack(parts).mean(), log_scale.grad)
 

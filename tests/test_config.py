@@ -6,6 +6,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 from tapernorm import cli
@@ -23,8 +24,13 @@ from tapernorm.config import (
     select_sites,
     to_dict,
 )
+from tapernorm.gate import GateSchedule
 
-CHOICES = sorted((file.parent.name, file.stem) for file in cli.CONFIGS.glob("*/*.yaml"))
+CHOICES = sorted(
+    (group.name, str(file.relative_to(group).with_suffix("")))
+    for group in cli.CONFIGS.iterdir()
+    for file in group.rglob("*.yaml")
+)
 EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
 REQUIRED = {"text": ["dataset.train=stories.txt"]}
 
@@ -71,7 +77,7 @@ def test_every_key_takes_a_plain_override(kind):
     cls = {cls.__name__: cls for cls in typing.get_args(NormConfig) + typing.get_args(DatasetConfig)}[kind]
     section = "dataset" if "Dataset" in kind else "norm"
     name = str(cls.__pydantic_fields__["kind"].default)
-    choice = {"standard": "baseline", "taper": "all_taper"}.get(name, name)
+    choice = {"standard": "baseline", "taper": "all_taper", "fake": "fake_ln"}.get(name, name)
     tree = composed(f"{section}={choice}")
     assert list(tree[section]) == [field.name for field in dataclasses.fields(cls)]
     given = [
@@ -95,11 +101,31 @@ def test_precedence_group_experiment_command_line():
     assert composed("experiment=tinystories", "dataset=toy")["dataset"]["kind"] == "toy"
 
 
+@pytest.mark.parametrize("recipe", [None, "gpt2_xl"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_precedence_holds_in_every_experiment(experiment):
-    tree = composed(f"experiment={experiment}", "trainer.max_steps=40", "seed=7", "norm=dyt", "model.d_model=96")
-    assert (tree["trainer"]["max_steps"], tree["seed"]) == (40, 7)
-    assert (tree["norm"]["kind"], tree["model"]["d_model"]) == ("dyt", 96)
+def test_precedence_group_recipe_experiment_command_line_in_every_experiment(experiment, recipe):
+    """Leaf by leaf: the experiment's own file, else the recipe, else the groups; the command line over all of them."""
+    file = cli.CONFIGS / "experiment" / f"{experiment}.yaml"
+    own = {key: value for key, value in leaves(yaml.safe_load(file.read_text())) if key != "defaults"}
+    own = {key: value for key, value in own.items() if not key.startswith("hydra.")}
+    chosen = [entry for entry in yaml.safe_load(file.read_text()).get("defaults", []) if isinstance(entry, dict)]
+    names = {key.removeprefix("override /"): value for entry in chosen for key, value in entry.items()}
+    recipe = recipe or names.get("recipe")
+    given = [
+        f"experiment={experiment}",
+        *([f"recipe={recipe}"] if recipe else []),
+        *REQUIRED.get(names.get("dataset"), []),
+    ]
+    tree = dict(leaves(composed(*given)))
+    of_recipe = dict(leaves(yaml.safe_load((cli.CONFIGS / "recipe" / f"{recipe}.yaml").read_text()))) if recipe else {}
+    groups = [f"{group}={choice}" for group, choice in names.items() if group != "recipe"]
+    of_groups = dict(leaves(composed(*groups, *REQUIRED.get(names.get("dataset"), []))))
+    for key, value in tree.items():
+        wanted = own[key] if key in own else of_recipe[key] if key in of_recipe else of_groups[key]
+        assert value == wanted, key
+    overridden = dict(leaves(composed(*given, "trainer.max_steps=41", "seed=7", "norm=dyt", "model.d_model=96")))
+    assert (overridden["trainer.max_steps"], overridden["seed"]) == (41, 7)
+    assert (overridden["norm.kind"], overridden["model.d_model"]) == ("dyt", 96)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +137,7 @@ def test_precedence_holds_in_every_experiment(experiment):
         ("gpt2_xl", "gpt2-xl", 1e-4, 2e-5, 20, 800, 1200),
     ],
 )
-@pytest.mark.parametrize("experiment", ["taper_internal", "taper_all", "vanilla"])
+@pytest.mark.parametrize("experiment", ["taper_internal", "taper_all", "fake_ln", "vanilla"])
 def test_recipes_of_gpt2(experiment, size, hub, lr, low, warmup, steps, decay):
     """Group < recipe < experiment < command line; the published learning rates, lengths and tokens a step."""
     given = ["dataset=toy"] if size == "gpt2" else ["dataset=toy", f"model={size}", f"recipe={size}"]
@@ -121,10 +147,30 @@ def test_recipes_of_gpt2(experiment, size, hub, lr, low, warmup, steps, decay):
     assert (optim.lr, optim.warmup_steps, trainer.max_steps, optim.decay_steps) == (lr, warmup, steps, decay)
     assert optim.min_lr_ratio * lr == pytest.approx(low, rel=1e-3)
     assert trainer.batch_size * config.model.n_ctx == 524_288
-    norms = {"taper_internal": "internal_taper", "taper_all": "all_taper", "vanilla": "baseline"}
-    assert config.norm.name == norms[experiment]
-    assert (config.anchor.kind == "mean_log") is (experiment == "taper_all")
-    assert config.gate.k_warmup >= warmup and config.tokenizer.kind == "gpt2"
+    modes = {
+        "taper_internal": ("internal_taper", "none"),
+        "taper_all": ("all_taper", "mean_log"),
+        "fake_ln": ("fake_ln", "batch_mean"),
+        "vanilla": ("baseline", "none"),
+    }
+    assert (config.norm.name, config.anchor.kind) == modes[experiment]
+    assert config.tokenizer.kind == "gpt2"
+    schedule = GateSchedule.from_config(config)
+    if experiment == "fake_ln":
+        first, (mlp, qk, v), weight = {
+            "gpt2": (20, (2, 2, 3), 0.1),
+            "gpt2_medium": (20, (2, 2, 3), 0.1),
+            "gpt2_large": (30, (4, 4, 6), 0.03),
+            "gpt2_xl": (50, (4, 4, 6), 0.01),
+        }[size]
+        n, starts = config.model.n_layer, []
+        for gap in (mlp, qk, v):
+            starts += range(first, first + n * gap, gap)
+            first += n * gap
+        assert schedule.removals == tuple(step + 1 for step in [*starts, first])  # published steps count from 0
+        assert config.anchor.spread_weight == weight and schedule.value(schedule.removals[-1]) == 0.0
+    else:
+        assert config.gate.k_warmup >= warmup
     assert build(composed(f"experiment=gpt2/{experiment}", *given, "optim.lr=0.5")).optim.lr == 0.5
 
 
@@ -201,6 +247,7 @@ def test_resolve_is_idempotent_and_fills_every_derived_value():
     assert config.model.vocab_size == 2048 and config.model.d_ff == 176
     assert config.optim.lr == 0.04 / 8
     open_keys = {key for key, value in leaves(to_dict(config)) if value is None}
+    open_keys -= {"gate.first_removal", "gate.gaps"}  # what decides k_warmup and k_taper, where given
     assert not {key for key in open_keys if key.startswith(("gate", "calibration", "trainer", "model"))}
 
 

@@ -29,7 +29,7 @@ def model_of(norm: dict[str, Any], family: str = "rms") -> Decoder:
             parameter.data += 0.3 * torch.randn_like(parameter)
         else:
             parameter.data *= 4
-    for taper in model.taper_norms().values():
+    for taper in model.gated_norms().values():
         taper.c.fill_(0.8)
     model.set_gate(0.0, Phase.TAPERED)
     return model

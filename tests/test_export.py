@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
 VOCAB, EOT = BYTES.n_vocab, BYTES.eot
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": GPT2, "rotary_layer": {"norm_family": "layer"}}
-MODES = ("baseline", "internal_taper", "all_taper", "none")
+MODES = ("baseline", "internal_taper", "all_taper", "fake_ln", "none")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def saved(directory: Path, norm: str, family: str, step: int = 24, tokenizer: To
     for parameter in decoder.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = parameter.data + 0.3 * noise if parameter.dim() == 1 else 0.15 * noise
-    for number, layer in enumerate(decoder.taper_norms().values()):
+    for number, layer in enumerate(decoder.gated_norms().values()):
         layer.c.fill_(0.7 + 0.1 * number)
     meta = {"gate": 0.0, "phase": "tapered", "tokens": 3072, "val_loss": 4.5, "train_loss": 4.6, "data": "gone"}
     return checkpoints.write(
@@ -86,7 +86,7 @@ def test_the_same_logits_and_the_same_text_without_the_norms(tmp_path: Path, nor
     assert_close(theirs(x).logits, ours(x))
     assert_close(theirs(x, logits_to_keep=2).logits, ours(x)[:, -2:])
     kinds = [type(module) for module in theirs.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm)]
-    assert len(kinds) == {"baseline": 5, "internal_taper": 1, "all_taper": 0, "none": 0}[norm]
+    assert len(kinds) == {"baseline": 5, "internal_taper": 1, "all_taper": 0, "fake_ln": 0, "none": 0}[norm]
     assert not any(path.suffix in (".bin", ".pt", ".pkl", ".pth") for path in out.iterdir())
 
     prompts = [row[:n].tolist() for row, n in zip(x, (1, 4, 11), strict=True)]

@@ -40,7 +40,7 @@ def tapered(config: Config, dtype: torch.dtype = torch.float64) -> Decoder:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = parameter.data + 0.5 * noise if parameter.dim() == 1 else 0.3 * noise
-    for number, norm in enumerate(model.taper_norms().values()):
+    for number, norm in enumerate(model.gated_norms().values()):
         norm.c.fill_(0.4 + 0.1 * number)
     model.set_gate(0.0, Phase.TAPERED)
     return model.to(dtype)

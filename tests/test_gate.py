@@ -6,12 +6,12 @@ import pytest
 
 from tapernorm.gate import GateSchedule, Phase
 
-SHAPES = ("cosine", "linear", "sqrt", "step", "constant")
+SHAPES = ("cosine", "linear", "sqrt", "step", "sequential", "constant")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_until_warmup_and_monotone(shape: str) -> None:
-    gate = GateSchedule(shape, 10, 50)
+    gate = GateSchedule(shape, 10, 50, (11, 20, 20, 50))
     values = [gate.value(k) for k in range(1, 100)]
     assert values[:10] == [1.0] * 10
     assert values == sorted(values, reverse=True)

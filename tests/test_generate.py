@@ -46,7 +46,7 @@ def model_of(norm: str, family: str = "rms", phase: Phase = Phase.TAPERED, n_ctx
             parameter.data += 0.3 * torch.randn_like(parameter)
         else:
             parameter.data *= 10
-    for taper in model.taper_norms().values():
+    for taper in model.gated_norms().values():
         taper.c.fill_(0.8)
     model.set_gate(GATES[phase], phase)
     return model

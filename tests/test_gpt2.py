@@ -25,7 +25,7 @@ from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import EVERY_STEP, assert_same_weights, rows, run, weights
 
 VOCAB = 97
-MODES = ("baseline", "internal_taper", "all_taper")
+MODES = ("baseline", "internal_taper", "all_taper", "fake_ln")
 
 
 def gpt2_of(norm: str, **model: Any) -> Decoder:
@@ -36,7 +36,7 @@ def gpt2_of(norm: str, **model: Any) -> Decoder:
     for parameter in decoder.parameters():
         noise = torch.randn(parameter.shape, generator=generator).double()
         parameter.data = parameter.data + 0.3 * noise if parameter.dim() == 1 else 0.2 * noise
-    for number, layer in enumerate(decoder.taper_norms().values()):
+    for number, layer in enumerate(decoder.gated_norms().values()):
         layer.c.fill_(0.7 + 0.1 * number)
     decoder.set_gate(0.0, Phase.TAPERED)
     return decoder
@@ -92,7 +92,7 @@ def test_folded_equals_unfolded(norm: str) -> None:
     folded, reference = fold(model), model(tokens())
     assert reference.abs().max() > 1
     assert (folded(tokens()) - reference).abs().max() < 1e-9
-    if norm == "all_taper":
+    if norm in ("all_taper", "fake_ln"):
         assert not any(isinstance(module, nn.LayerNorm) for module in folded.modules())
         proof = certificate(model, folded, tokens(1))
         assert proof["norm_operations"]["folded"] == 0 and proof["errors"]["float32"]["max_logit_error"] < 1e-4

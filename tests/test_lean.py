@@ -24,7 +24,7 @@ def test_the_same_numbers(tiny: Callable[..., Config], norm: str, phase: Phase, 
     config = tiny(norm=norm, model={"norm_family": family, "init_std": 0.2})
     unfolded = build_model(resolve(config, 300)).eval()
     unfolded.set_gate({Phase.NORMALIZED: 1.0, Phase.TAPERING: 0.3, Phase.TAPERED: 0.0}[phase], phase)
-    tapered = phase is Phase.TAPERED or not unfolded.taper_norms()
+    tapered = phase is Phase.TAPERED or not unfolded.gated_norms()
     for model in [unfolded, fold(unfolded)] if tapered else [unfolded]:
         plain = lean(model)
         assert not isinstance(plain, nn.Module)

@@ -48,7 +48,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("norm", ["internal_taper", "all_taper"])
+@pytest.mark.parametrize("norm", ["internal_taper", "all_taper", "fake_ln"])
 def test_bit_identical_to_the_baseline_until_the_taper(
     tiny: Callable[..., Config], tmp_path: Path, anchor: str, norm: str
 ) -> None:
@@ -98,7 +98,7 @@ def test_P24_resumed_equals_uninterrupted(
     assert steps == sorted(set(steps)), "every step exactly once"
 
 
-@pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log"])
+@pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log", "batch_mean"])
 def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], tmp_path: Path, anchor: str) -> None:
     keys = {"anchor": {"kind": anchor}, "optim": {"lr": 1e-3}}
     for accumulation in (1, 4):
@@ -110,7 +110,7 @@ def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], 
             assert (key in a) == (key in b)
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=2e-4, abs=1e-6), (a["step"], key)
     first = next(row for row in whole if "anchor/weighted" in row)
-    assert first["step"] == 11
+    assert first["step"] == (1 if anchor == "batch_mean" else 11)
     one, other = (rows(tmp_path / n)[10] for n in ("1", "4"))
     assert one["grad/norm"] == pytest.approx(other["grad/norm"], rel=1e-5)
 
@@ -171,15 +171,17 @@ def test_the_run_ends_tapered_with_every_metric(tiny: Callable[..., Config], tmp
     assert last["step"] == 24 and last["gate/g"] == 0.0 and last["val/loss"] == summary["val_loss"]
 
 
-@pytest.mark.parametrize("shape", ["linear", "sqrt", "step", "constant"])
+@pytest.mark.parametrize("norm", ["internal_taper", "fake_ln"])
+@pytest.mark.parametrize("shape", ["linear", "sqrt", "step", "sequential", "constant"])
 @pytest.mark.parametrize("calibration", ["one_batch", "none"])
 def test_every_gate_and_calibration_runs(
-    tiny: Callable[..., Config], tmp_path: Path, shape: str, calibration: str
+    tiny: Callable[..., Config], tmp_path: Path, shape: str, calibration: str, norm: str
 ) -> None:
-    config = tiny(gate={"shape": shape}, calibration={"kind": calibration}, optim={"lr": 1e-3})
+    config = tiny(norm=norm, gate={"shape": shape}, calibration={"kind": calibration}, optim={"lr": 1e-3})
     summary = run(config, tmp_path)
     assert summary["gate"] == (1.0 if shape == "constant" else 0.0)
-    assert all((c == 1.0) is (calibration == "none") for c in summary["c"].values())
+    untouched = calibration == "none" or (norm == "fake_ln" and shape == "constant")
+    assert all((c == 1.0) is untouched for c in summary["c"].values())
 
 
 @pytest.mark.parametrize("kind", ["dyt", "derf", "none"])

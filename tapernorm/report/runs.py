@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tapernorm import run as saved_runs
-from tapernorm.config import ConfigError
+from tapernorm.config import GATED, ConfigError
 from tapernorm.tracking import METRICS_FILE, read_metrics
 
 Tree = dict[str, Any]
@@ -91,7 +91,7 @@ class Run:
     @property
     def k_taper(self) -> int | None:
         """First step with gate 0, of runs that taper."""
-        tapers = self.setting("norm", "kind") == "taper" and self.setting("gate", "shape") != "constant"
+        tapers = self.setting("norm", "kind") in GATED and self.setting("gate", "shape") != "constant"
         return self.setting("gate", "k_taper") if tapers else None
 
     # ------------------------------------------------------------------------------------------------------ its numbers
@@ -150,7 +150,7 @@ class Run:
     def final_norm(self) -> bool:
         """Whether a standard norm reads h_L to the end, so that its scale has no effect on the logits."""
         kind, sites = self.setting("norm", "kind"), self.setting("norm", "sites") or ()
-        open_gate = kind == "taper" and self.setting("gate", "shape") == "constant"
+        open_gate = kind in GATED and self.setting("gate", "shape") == "constant"
         return kind == "standard" or open_gate or (kind is not None and "final" not in sites)
 
     @property
