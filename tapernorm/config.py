@@ -756,6 +756,7 @@ def resolve_horizons(config: Config) -> dict[str, int]:
         k_warmup = gate.first_removal
     if k_warmup is None:
         k_warmup = max(math.ceil(0.05 * steps), lr_warmup, min(100, math.floor(0.15 * steps)), 1)
+        k_warmup = min(k_warmup, max(1, steps - 1))  # a trial of two steps has a taper, too
     k_taper = gate.k_taper
     if k_taper is None and (waits := removal_waits(config)):
         k_taper = k_warmup + 1 + sum(waits)
