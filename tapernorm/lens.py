@@ -7,6 +7,7 @@ is not in it; its hooks have the names that the community knows. docs/interpreta
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tapernorm.config import ConfigError
 from tapernorm.export import read_exported
 from tapernorm.fold import fold
 from tapernorm.hf import fast_tokenizer, read_tokenizer
-from tapernorm.model import Decoder, SwiGLU
+from tapernorm.model import Angles, Decoder, SwiGLU, rotate
+from tapernorm.model import Attention as SelfAttention
 from tapernorm.tokenizer import Tokenizer
 
 FAMILIES: dict[type, str] = {nn.LayerNorm: "LN", nn.RMSNorm: "RMS"}  # what TransformerLens calls them
@@ -109,28 +111,62 @@ def _keep_norms(adapter: Any) -> None:
 
 
 def _fill(native: Any, model: Decoder) -> None:
-    """Put our layers in the places of `native`, which has three matrices where we stack them in one."""
-    native.tok_embed, native.head = copy.deepcopy(model.embed), _readout(model)
-    native.ln_out = copy.deepcopy(model.final_norm)
-    turned = model.position_embed is None
-    if turned:
-        half = model.config.head_dim // 2
-        native.rotary.cos_cached = model.cos[:, half:].repeat_interleave(2, dim=-1)
-        native.rotary.sin_cached = model.sin[:, half:].repeat_interleave(2, dim=-1)
-    else:
-        native.pos = copy.deepcopy(model.position_embed)
+    """Put copies of our layers in the places of `native`, which has several matrices where we stack them in one."""
+    native.tok_embed, native.pos = copy.deepcopy(model.embed), copy.deepcopy(model.position_embed)
+    native.rotary = None  # see Attention
     block: Any
     for block, layer in zip(model.blocks, native.layers, strict=True):
         layer.ln1, layer.ln2 = copy.deepcopy(block.attn_norm), copy.deepcopy(block.mlp_norm)
-        q, k, layer.attn.v = _parts(block.attn.qkv, 3)
-        layer.attn.q, layer.attn.k = (_paired(x, model.config.n_head) for x in (q, k)) if turned else (q, k)
-        (layer.attn.o,) = _parts(block.attn.out, 1)
+        layer.attn = Attention(block.attn, None if model.position_embed is not None else (model.cos, model.sin))
+        (down,) = _parts(block.mlp.down, 1)
         if isinstance(block.mlp, SwiGLU):
             layer.mlp.gate, up = _parts(block.mlp.gate_up, 2)
             setattr(layer.mlp, "in", up)
-            (layer.mlp.out,) = _parts(block.mlp.down, 1)
+            layer.mlp.out = down
         else:
-            (layer.mlp.fc_in,), (layer.mlp.fc_out,) = _parts(block.mlp.up, 1), _parts(block.mlp.down, 1)
+            (layer.mlp.fc_in,), layer.mlp.fc_out = _parts(block.mlp.up, 1), down
+    native.ln_out = copy.deepcopy(model.final_norm)
+    # A tied head too is a copy: what is done to W_U, such as centering it, is not meant for W_E.
+    native.head = _linear(model.embed.weight, None) if model.head is None else _linear(model.head.weight, model.head.bias)
+
+
+class Attention(nn.Module):
+    """Causal attention: (B, T, D) -> (B, T, D), and softmax's argument (B, H, T, T), -inf where a token does not look.
+
+    It stands in the place of TransformerLens's own, which turns neighbouring features where ours turns the halves of a
+    head, and shows the pattern once more as its hook_attn_scores.
+    """
+
+    accepts_pattern_fn = True  # the pattern is handed to its hook before it is used, so that hooks can change it
+
+    def __init__(self, source: SelfAttention, angles: Angles | None) -> None:
+        super().__init__()
+        self.n_head, self.angles = source.n_head, angles
+        self.q, self.k, self.v = _parts(source.qkv, 3)
+        (self.o,) = _parts(source.out, 1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        pattern_fn: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """attention_mask: (B, T), 0 for padding, which sees nothing but itself. position_ids: (B, T)."""
+        B, T, _ = hidden_states.shape
+        layers = (self.q, self.k, self.v)
+        q, k, v = (layer(hidden_states).view(B, T, self.n_head, -1).transpose(1, 2) for layer in layers)
+        if self.angles is not None:
+            angles = [table.to(q)[position_ids].unsqueeze(1) for table in self.angles]
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        unseen = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        if attention_mask is not None:
+            unseen = unseen | ~attention_mask.bool()[:, None, None]
+            unseen.diagonal(dim1=-2, dim2=-1).fill_(False)  # no row of the softmax is empty
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(unseen, -torch.inf)
+        pattern = scores.softmax(-1)
+        y = (pattern if pattern_fn is None else pattern_fn(pattern)) @ v
+        return self.o(y.transpose(1, 2).reshape(B, T, -1)), scores
 
 
 def _parts(projection: nn.Linear, n: int) -> list[nn.Linear]:
@@ -146,20 +182,3 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach().clone())
     return layer
-
-
-def _paired(projection: nn.Linear, n_head: int) -> nn.Linear:
-    """Queries or keys in the order of TransformerLens's rotation, which turns neighbours where ours turns halves.
-
-    Both are the same order of q and of k, so their products, the scores, stay.
-    """
-
-    def order(rows: Tensor) -> Tensor:
-        return rows.view(n_head, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-    return _linear(order(projection.weight), None if projection.bias is None else order(projection.bias))
-
-
-def _readout(model: Decoder) -> nn.Linear:
-    """W_U and b_U. A tied head is a copy, since what TransformerLens does to one matrix is not meant for the other."""
-    return _linear(model.embed.weight, None) if model.head is None else _linear(model.head.weight, model.head.bias)

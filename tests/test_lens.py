@@ -74,7 +74,7 @@ def test_the_cache_has_the_usual_names(tmp_path: Path, family: str) -> None:
         assert cache[f"blocks.{index}.attn.hook_pattern"].shape == (3, 2, 32, 32)
         assert cache[f"blocks.{index}.attn.hook_z"].shape == (3, 32, 2, 16)
         assert cache[f"blocks.{index}.mlp.hook_post"].shape == (3, 32, ours.config.d_ff)
-        torch.testing.assert_close(cache["pattern", index].sum(-1), torch.ones(3, 2, 32).double())
+        torch.testing.assert_close(cache["attn_scores", index].softmax(-1), cache["pattern", index])
     assert distance(cache["resid_post", N_LAYER - 1], taps["final"]) < 1e-13
     assert cache["ln_final.hook_scale"].shape == (3, 32, 1)
     assert distance(logits, ours(x)) < 1e-13
