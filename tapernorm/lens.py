@@ -1,7 +1,7 @@
 """Models for TransformerLens, whose tools take a model apart. The only module that imports transformer_lens.
 
-TransformerLens has a decoder of its own, of which ours is a case. It is filled with our tensors; a norm that was tapered
-is not in it; its hooks have the names that the community knows. docs/interpretability.md shows what that is good for.
+TransformerLens has a decoder of its own, which is filled with our tensors. A norm that was tapered is not in it, and
+its hooks have the names that the community knows. docs/interpretability.md shows what that is good for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES: dict[type, str] = {nn.LayerNorm: "LN", nn.RMSNorm: "RMS"}  # what Tran
 def to_hooked(source: Decoder | str | Path, *, tokenizer: Tokenizer | None = None, fold_gains: bool = False) -> Any:
     """transformer_lens's TransformerBridge with the logits (B, T, V) of `source`, in its precision, without dropout.
 
-    source: a model (whose `tokenizer` may be given), or the directory of a run, of a checkpoint or of an exported model.
+    source: a model (whose `tokenizer` may be given), or the directory of a run, a checkpoint or an exported model.
 
     Tapered norms are folded and gone; a LayerNorm's beta has become biases. `cfg.normalization_type` says what is left:
     None where that is nothing, else 'LN' or 'RMS', and then a norm that is gone is an nn.Identity in its place.
@@ -127,7 +127,9 @@ def _fill(native: Any, model: Decoder) -> None:
             (layer.mlp.fc_in,), layer.mlp.fc_out = _parts(block.mlp.up, 1), down
     native.ln_out = copy.deepcopy(model.final_norm)
     # A tied head too is a copy: what is done to W_U, such as centering it, is not meant for W_E.
-    native.head = _linear(model.embed.weight, None) if model.head is None else _linear(model.head.weight, model.head.bias)
+    native.head = (
+        _linear(model.embed.weight, None) if model.head is None else _linear(model.head.weight, model.head.bias)
+    )
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Models in TransformerLens: the same logits, the hooks' names, and a sum over components that is the logits exactly."""
+"""Models in TransformerLens: the same logits, the usual hooks, and a sum over components that is the logits exactly."""
 
 from __future__ import annotations
 
