@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,32 @@ def test_without_norms_the_logits_are_the_sum_over_components(tmp_path: Path, fa
     assert distance(attribution, ours(x).gather(-1, x[..., None])[..., 0]) < 1e-13
 
 
+@torch.no_grad()
+def test_removing_the_last_mlp_takes_its_share_only_without_a_final_norm(tmp_path: Path) -> None:
+    def remove(x: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+    errors = {}
+    for norm in ("all_taper", "internal_taper"):
+        hooked, x = to_hooked(model(tmp_path, norm, "gpt2"), fold_gains=True), tokens()
+        logits, cache = hooked.run_with_cache(x)
+        share = cache.apply_ln_to_stack(cache["mlp_out", 1][None])[0] @ hooked.W_U
+        change = logits - hooked.run_with_hooks(x, fwd_hooks=[("blocks.1.hook_mlp_out", remove)])
+        errors[norm] = distance(share, change)
+    assert errors["all_taper"] < 1e-13 and errors["internal_taper"] > 0.05
+
+
+def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, "all_taper", "gpt2")
+    text = (Path(__file__).parents[1] / "docs" / "interpretability.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    exec(compile(block.replace("runs/RUN", str(tmp_path / "step")), "docs/interpretability.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == [
+        *("L0H0", "L0H1", "L1H0", "L1H1", "0_mlp_out", "1_mlp_out", "embed", "pos_embed", "bias")
+    ]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("norm", ["internal_taper", "baseline"])
 @torch.no_grad()
@@ -173,6 +200,15 @@ def test_directories_of_checkpoints_and_of_exported_models(tmp_path: Path) -> No
     )
     hooked = to_hooked(tmp_path / "half")
     assert hooked(x).dtype is torch.float32 and distance(hooked(x), ours(x)) < 3e-2
+
+
+@torch.no_grad()
+def test_texts_of_different_lengths_are_what_they_are_alone(tmp_path: Path) -> None:
+    texts = ["Hello", "A longer one"]
+    for family in FAMILIES:
+        hooked = to_hooked(saved(tmp_path / family, "all_taper", family))
+        for side, rows in (("left", slice(-6, None)), ("right", slice(6))):
+            assert distance(hooked(texts, padding_side=side)[0, rows], hooked("Hello")[0]) < 1e-5
 
 
 def test_text_where_the_tokenizers_library_splits_otherwise_stays_ids(tmp_path: Path) -> None:
