@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="the extra is absent: pip install 'tapernorm[lm_eval]'")
 
+from tapernorm.generate import generate
 from tapernorm.model import Decoder
 from tests.test_export import BYTES, EOT, exported
 
@@ -42,6 +43,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "acc"}],
         "process_docs": "!function needs.as_they_are",
     },
+    "tiny_words": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "x",
+        "generation_kwargs": {"until": ["\x00"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
 }
 # A task's own code, as several of the harness's have it: it wants the package evaluate, not our evaluate.py.
 NEEDS = "import evaluate\nevaluate.load\n\ndef as_they_are(docs):\n    return docs\n"
@@ -53,7 +61,8 @@ from lm_eval.tasks import TaskManager
 folder, *models = sys.argv[1:]
 manager = TaskManager(include_path=folder, include_defaults=False)
 for model in models:
-    for task, more in ("tiny_stories", ""), ("tiny_choice", ",add_bos_token=True"):
+    for task in "tiny_stories", "tiny_choice", "tiny_words":
+        more = "" if task == "tiny_stories" else ",add_bos_token=True"  # which these texts have already
         given = f"pretrained={model},trust_remote_code=True,dtype=float32{more}"
         found = lm_eval.simple_evaluate("hf", given, [task], device="cpu", batch_size=2, task_manager=manager)
         answers = [[row["doc_id"], row["filtered_resps"]] for row in found["samples"][task]]
@@ -63,7 +72,8 @@ for model in models:
 
 def write_tasks(folder: Path) -> None:
     """Two tasks whose data are local files."""
-    rows: dict[str, list[dict[str, Any]]] = {"tiny_stories": [{"text": x} for x in STORIES], "tiny_choice": CHOICES}
+    rows: dict[str, list[dict[str, Any]]] = dict.fromkeys(TASKS, CHOICES)
+    rows["tiny_stories"] = [{"text": story} for story in STORIES]
     folder.mkdir()
     (folder / "needs.py").write_text(NEEDS)
     for name, task in TASKS.items():
@@ -103,16 +113,20 @@ def test_its_numbers_are_ours(tmp_path: Path) -> None:
     directories = [str(out) for _, out in models]
     said = in_the_root([sys.executable, "-P", "-c", ALL, str(tmp_path / "tasks"), *directories], tmp_path)
     found = [json.loads(line) for line in said.splitlines() if line.startswith("[{")]
-    words, n_bytes = sum(len(story.split()) for story in STORIES), sum(len(story.encode()) for story in STORIES)
-    for (ours, _), (of_stories, stories), (_, choices) in zip(models, found[::2], found[1::2], strict=True):
+    n_words, n_bytes = sum(len(story.split()) for story in STORIES), sum(len(story.encode()) for story in STORIES)
+    triples = zip(found[::3], found[1::3], found[2::3], strict=True)
+    for (ours, _), ((of_stories, stories), (_, choices), (_, words)) in zip(models, triples, strict=True):
         wanted = [log_probability(ours, [EOT, *BYTES.encode(story)], 1) for story in STORIES]
         assert [float(answer) for _, (answer,) in stories] == pytest.approx(wanted, rel=1e-5)
-        assert of_stories["word_perplexity,none"] == pytest.approx(math.exp(-sum(wanted) / words), rel=1e-4)
+        assert of_stories["word_perplexity,none"] == pytest.approx(math.exp(-sum(wanted) / n_words), rel=1e-4)
         assert of_stories["bits_per_byte,none"] == pytest.approx(-sum(wanted) / n_bytes / math.log(2), rel=1e-4)
         for (_, answers), doc in zip(choices, CHOICES, strict=True):
             context = [EOT, *BYTES.encode(doc["text"])]
             wanted = [log_probability(ours, context + BYTES.encode(end), len(context)) for end in doc["choices"]]
             assert [float(answer) for answer, _ in answers] == pytest.approx(wanted, rel=1e-5)
+        prompts = [[EOT, *BYTES.encode(doc["text"])] for doc in CHOICES]
+        texts = [BYTES.decode(row) for row in generate(ours, prompts, 8, temperature=0, eot=EOT)]
+        assert [answer for _, (answer,) in words] == [text.split("\0")[0] for text in texts]
 
 
 def test_the_command_of_the_documentation(tmp_path: Path) -> None:
