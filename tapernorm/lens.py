@@ -78,7 +78,9 @@ def _transformer_lens() -> Any:
     try:
         import transformer_lens.model_bridge.sources.native
     except ImportError as error:
-        raise ConfigError(f"transformer_lens cannot be used ({error}): pip install 'tapernorm[lens]'") from None
+        raise ConfigError(
+            f"transformer_lens cannot be used ({error}): pip install -c constraints.txt -e '.[lens]'"
+        ) from None
     return transformer_lens
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformer_lens", reason="the extra is absent: pip install 'tapernorm[lens]'")
+pytest.importorskip("transformer_lens", reason="the extra is absent: pip install -c constraints.txt -e '.[lens]'")
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm.config import ConfigError, ExportConfig
@@ -161,10 +161,11 @@ def test_a_final_norm_leaves_a_sum_at_the_scale_of_each_token(tmp_path: Path, no
     assert distance(stack.sum(0) @ hooked.W_U + hooked.b_U, ours(x)) > 0.1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("norm", MODES)
 @torch.no_grad()
-def test_its_compatibility_mode_keeps_the_probabilities(tmp_path: Path, norm: str) -> None:
-    ours, x = model(tmp_path, norm, "gpt2"), tokens()
+def test_its_compatibility_mode_keeps_the_probabilities(tmp_path: Path, norm: str, family: str) -> None:
+    ours, x = model(tmp_path, norm, family), tokens()
     hooked = to_hooked(ours)
     hooked.enable_compatibility_mode()
     torch.testing.assert_close(hooked(x).log_softmax(-1), ours(x).log_softmax(-1), rtol=0, atol=1e-5)
@@ -246,7 +247,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     refused(tmp_path / "bert", r"bert: no exported model can be read \(KeyError: 'norms'\)")
     monkeypatch.setitem(sys.modules, "transformer_lens", None)
     monkeypatch.delitem(sys.modules, "transformer_lens.model_bridge.sources.native")
-    refused(out, r"transformer_lens cannot be used \(.*\): pip install 'tapernorm\[lens\]'")
+    refused(out, r"transformer_lens cannot be used \(.*\): pip install -c constraints\.txt -e '\.\[lens\]'")
 
 
 def test_no_network_is_tried(tmp_path: Path) -> None:

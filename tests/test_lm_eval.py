@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="the extra is absent: pip install 'tapernorm[lm_eval]'")
+pytest.importorskip("lm_eval", reason="the extra is absent: pip install -c constraints.txt -e '.[lm_eval]'")
 
 from tapernorm.generate import generate
 from tapernorm.model import Decoder
