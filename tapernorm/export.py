@@ -16,14 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, ExportConfig
+from tapernorm.config import (
+    Config,
+    ConfigError,
+    ExportConfig,
+    FoldedNormConfig,
+    ModelConfig,
+    NoNormConfig,
+    NormConfig,
+    StandardNormConfig,
+    TaperNormConfig,
+    all_sites,
+)
 from tapernorm.data import reuse, validation_windows
 from tapernorm.fold import certificate, describe, fold, readers, refuse_open_gates
-from tapernorm.hf import HUGE_EPSILON, family_of, to_stock
+from tapernorm.hf import HUGE_EPSILON, family_of, open_pretrained, to_stock
 from tapernorm.model import Decoder
 from tapernorm.tokenizer import END_OF_TEXT, Tokenizer
 from tapernorm.tracking import METRICS_FILE, finite, read_metrics
@@ -164,6 +176,54 @@ def norm_free_config(model: Decoder, dtype: torch.dtype = torch.float32) -> Repo
         "read_biases": [getattr(reader, "bias", None) is not None for _, _, reader in readers(model)],
         "write_biases": model.config.biases,
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------- back
+
+
+def read_exported(directory: Path) -> Decoder:
+    """The model that `export` wrote into a directory, in any of its formats, as ours; its weights in float32.
+
+    Raises ConfigError, one line, for other directories and for GPT-2's layout of a model without norms.
+    """
+    try:
+        given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if given.get("tapernorm_compatibility_format"):
+            raise ConfigError("its LayerNorms stand there without effect; export it with format=tapernorm")
+        if given.get("model_type") != "tapernorm":
+            source = open_pretrained(str(directory))
+            model = Decoder(ModelConfig(**source.architecture), StandardNormConfig())
+            weights = source.weights()
+        else:
+            model, weights = _read_norm_free(given), load_file(directory / "model.safetensors")
+        model.load_state_dict(weights, strict=True)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {str(error).removeprefix(f'model.init={directory}: ')}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{directory}: no exported model can be read ({type(error).__name__}: {reason})") from None
+    return model
+
+
+def _read_norm_free(given: Report) -> Decoder:
+    """The folded model, without weights, of a config.json of the tapernorm format: `norm_free_config` backwards.
+
+    Biases that `write_biases` does not account for are folded betas. A removed site with one was a tapered LayerNorm;
+    without, it makes no difference what it was.
+    """
+    named = zip(all_sites(given["n_layer"]), given["norms"], given["read_biases"], strict=True)
+    made = {site: bias and not (given["write_biases"] and site != "final") for site, _, bias in named}
+    removed = tuple(site for site, norm in zip(made, given["norms"], strict=True) if norm == "none")
+    source: NormConfig = (TaperNormConfig if any(made[site] for site in removed) else NoNormConfig)(sites=removed)
+    keys = ("vocab_size", "n_ctx", "n_layer", "d_model", "d_ff", "positions", "rope_theta", "mlp", "dropout", "tied")
+    model = ModelConfig(
+        **{key: given[key] for key in keys},
+        head_dim=given["d_model"] // given["n_head"],
+        biases=given["write_biases"],
+        norm_family="layer" if any(made.values()) or "layer" in given["norms"] else "rms",
+        norm_eps=given["norm_eps"],
+    )
+    return Decoder(model, FoldedNormConfig(source=source, gains=not given["norm_gain"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the rest

@@ -23,6 +23,7 @@ from tapernorm.config import ConfigError, ModelConfig
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
 from tapernorm.norms import LayerForm
+from tapernorm.tokenizer import END_OF_TEXT, Tokenizer
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", flags=re.ASCII)  # owner/name, or name
 
@@ -331,3 +332,23 @@ def _filled(stock: Any, family: str, model: Decoder, state: Mapping[str, Tensor]
     theirs.setdefault("lm_head.weight", state["embed.weight"].detach().clone())
     stock.load_state_dict(theirs, strict=True)
     return stock.to(model.embed.weight).train(model.training)
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> Any | None:
+    """transformers' tokenizer with the same ids, end-of-text in front of every text as in training.
+
+    None where the tokenizers library gives other ids.
+    """
+    fast = tokenizer.to_fast()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    build = _transformers().PreTrainedTokenizerFast
+    return None if fast is None else build(tokenizer_object=fast, name_or_path="", add_bos_token=True, **special)
+
+
+def read_tokenizer(directory: Path) -> Any | None:
+    """The same of an exported model's directory, None where no such tokenizer was written."""
+    found = (directory / "tokenizer_config.json").is_file()
+    return _transformers().PreTrainedTokenizerFast.from_pretrained(directory, add_bos_token=True) if found else None

@@ -27,12 +27,13 @@ ALLOWED = {
     "generate": {"cache", "config", "lean", "model"},
     "checkpoint": {"config", "gate", "model", "tokenizer"},
     "timing": set(),
-    "hf": {"config", "gate", "model", "norms"},
+    "hf": {"config", "gate", "model", "norms", "tokenizer"},
     "pretrained": {"checkpoint", "config", "gate", "hf", "model", "tokenizer"},
     "losses": {"tokenizer"},
     "table": set(),
     "comparison": {"checkpoint", "losses", "table"},
     "fold": {"config", "device", "gate", "model", "norms"},
+    "lens": {"checkpoint", "config", "export", "fold", "hf", "model", "tokenizer"},
     "probing": set(),
     "tracing": {"probing"},
     "conversion": {"anchor", "calibration", "config", "fold", "gate", "norms", "probing", "tracing"},
@@ -80,4 +81,5 @@ def test_each_heavy_library_has_one_place() -> None:
         roots = {name.split(".")[0] for name in imports(path)}
         assert "wandb" not in roots or path.stem == "tracking"
         assert "transformers" not in roots or path.stem == "hf"
+        assert "transformer_lens" not in roots or path.stem == "lens"
         assert "hydra" not in roots or path.stem in {"cli", "sweep", "faults"}

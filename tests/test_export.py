@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from tapernorm import checkpoint as checkpoints
 from tapernorm.config import ConfigError, EvaluateConfig, ExportConfig, build, resolve
 from tapernorm.evaluation import evaluate_checkpoint
-from tapernorm.export import export
+from tapernorm.export import _write_norm_free as write_norm_free
+from tapernorm.export import export, norm_free_config, read_exported
+from tapernorm.fold import fold
 from tapernorm.generate import generate
 from tapernorm.model import Decoder, build_model
 from tapernorm.tokenizer import Tokenizer
@@ -98,6 +100,19 @@ def test_the_same_logits_and_the_same_text_without_the_norms(tmp_path: Path, nor
         texts = [row[11:].tolist() for row in rows]
         texts = [text[: text.index(EOT)] if EOT in text else text for text in texts]
         assert texts == generate(ours, prompts, 15, temperature=0, eot=EOT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("norm", [*MODES, "final_taper"])
+@pytest.mark.parametrize("gains", [False, True])
+def test_the_format_is_read_back(tmp_path: Path, norm: str, family: str, gains: bool) -> None:
+    """config.json says all of a folded model: read back, it is built with the same layers and biases."""
+    folded = fold(checkpoints.load_model(saved(tmp_path, norm, family))[0], gains=gains)
+    write_norm_free(tmp_path, folded, BYTES, torch.float32)
+    again = read_exported(tmp_path)
+    assert norm_free_config(again) == norm_free_config(folded)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(tokens()), folded.eval()(tokens()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
