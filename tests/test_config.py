@@ -24,9 +24,9 @@ from tapernorm.config import (
     to_dict,
 )
 
-CHOICES = sorted((file.parent.name, file.stem) for file in cli.CONFIGS.glob("*/*.yaml"))
+CHOICES = sorted((file.parent.name, file.stem) for file in cli.CONFIGS.glob("*/*.yaml") if file.parent.name != "suite")
 EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
-REQUIRED = {"text": ["dataset.train=stories.txt"]}
+REQUIRED = {"text": ["dataset.train=stories.txt"], "hub": ["dataset.path=owner/name"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,8 +36,8 @@ def hydra_is_ready():
         yield
 
 
-def composed(*overrides: str) -> dict:
-    return cli.plain(compose("train", list(overrides)))
+def composed(*overrides: str, program: str = "train") -> dict:
+    return cli.plain(compose(program, list(overrides)))
 
 
 # ----------------------------------------------------------------------------------------------------------- YAML files
@@ -71,7 +71,7 @@ def test_every_key_takes_a_plain_override(kind):
     cls = {cls.__name__: cls for cls in typing.get_args(NormConfig) + typing.get_args(DatasetConfig)}[kind]
     section = "dataset" if "Dataset" in kind else "norm"
     name = str(cls.__pydantic_fields__["kind"].default)
-    choice = {"standard": "baseline", "taper": "all_taper"}.get(name, name)
+    choice = {"standard": "baseline", "taper": "all_taper", "filtered": "pile_filtered"}.get(name, name)
     tree = composed(f"{section}={choice}")
     assert list(tree[section]) == [field.name for field in dataclasses.fields(cls)]
     given = [
