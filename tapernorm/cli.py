@@ -218,10 +218,12 @@ def plain(tree: DictConfig) -> dict[str, Any]:
 def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
     """Input and output paths relative to the directory of the launch, whatever directory Hydra changes to."""
 
-    def absolute(value: Any) -> Any:
+    def absolute(key: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [absolute(item) for item in value]
+            return [absolute(key, item) for item in value]
         if not isinstance(value, str) or value in ("", "???"):
+            return value
+        if key in ("checkpoint", "baseline") and _is_hub_id(value, launch_dir):
             return value
         return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
 
@@ -239,10 +241,17 @@ def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
             if isinstance(value, dict):
                 result[name] = walk(value, f"{key}.")
             else:
-                result[name] = absolute(value) if is_path(key, value) else value
+                result[name] = absolute(key, value) if is_path(key, value) else value
         return result
 
     return walk(tree, "")
+
+
+def _is_hub_id(value: str, launch_dir: Path) -> bool:
+    """Whether an 'owner/name' is meant for the hub: there is no such directory here, nor one of the owner's name."""
+    owner, slash, name = value.partition("/")
+    named = slash and all(re.fullmatch(r"[\w-][\w.-]*", part, flags=re.ASCII) for part in (owner, name))
+    return bool(named) and not (launch_dir / owner).exists()
 
 
 # --------------------------------------------------------------------------------------------------------- registration

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm import published
+from tapernorm import pretrained, published
 from tapernorm.comparison import Measured, compare, compare_on, labels, plus_minus
 from tapernorm.config import Config, ConfigError, EvaluateConfig, to_dict
 from tapernorm.data import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
@@ -27,6 +27,7 @@ from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
 from tapernorm.fold import certificate, describe, fold
 from tapernorm.generate import NotFinite, generate
+from tapernorm.hf import is_hub_form
 from tapernorm.losses import Losses, document_of, perplexity
 from tapernorm.model import Decoder
 from tapernorm.tokenizer import Tokenizer
@@ -101,7 +102,9 @@ def evaluate(
 def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Losses of a checkpoint on validation text, worst documents and samples; or of several, with their differences.
 
-    With `suite` the same on several data sets, in one table with the losses that others published.
+    A checkpoint may also be a model in Hugging Face form, directory or hub id, which has no text of its own. With
+    `suite` all are evaluated on several data sets, in one table with the losses that others published.
+
     On the checkpoint's own text the loss is the one that training reported for that step. With `fold` the folded model
     is evaluated beside it and certified, with `save_folded` also saved. Writes one JSON and returns it; docs/metrics.md
     defines its fields. Raises ConfigError, one line, for a path without a valid checkpoint, for text that cannot be
@@ -118,10 +121,17 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
         )
     if config.baseline is not None:
         try:
-            given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+            foreign = is_hub_form(config.baseline)
+            given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    paths = checkpoints.find_all(given, say)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all([item], say) for item in given)
+    paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    for path in paths:
+        if is_hub_form(str(path)) and config.dataset is None and config.suite is None:
+            raise ConfigError(f"checkpoint={path} has no text of its own; name one with dataset=... or suite=gpt2")
+        if is_hub_form(str(path)) and config.save_folded:
+            raise ConfigError(f"save_folded={config.save_folded} is for a checkpoint of ours, not for {path}")
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
     if config.suite is not None:
@@ -194,7 +204,7 @@ def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:
         raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
     if config.fold:
         for path in paths:
-            _fold(config, path, _load(path, config)[0])
+            _fold(config, path, _load(path)[0])
 
 
 def _comparison(models: Sequence[Measured]) -> dict[str, Any]:
@@ -238,7 +248,7 @@ class Subject:
     def load(
         cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
     ) -> Subject:
-        model, trained, tokenizer, meta = _load(path, config, device)
+        model, trained, tokenizer, meta = _load(path, device)
         folded = _fold(config, path, model)  # refused before anything slow happens
         trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
         step = "not ours" if meta["step"] is None else f"step {meta['step']}"
@@ -399,10 +409,10 @@ def _text(config: EvaluateConfig, subject: Subject, say: Callable[[str], None], 
     return data.valid
 
 
-def _load(
-    path: Path, config: EvaluateConfig, device: torch.device | str = "cpu"
-) -> tuple[Decoder, Config, Tokenizer, dict[str, Any]]:
-    """Model, configuration, tokenizer and meta data of a checkpoint."""
+def _load(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer, dict[str, Any]]:
+    """Model, configuration, tokenizer and meta data of a checkpoint, or of a model in Hugging Face form."""
+    if is_hub_form(str(path)):
+        return *pretrained.load_foreign(str(path), device), {"step": None, "gate": 1.0, "data": None}
     return *checkpoints.load_model(path, device), checkpoints.read_meta(path)
 
 
@@ -459,8 +469,8 @@ def _write(
 ) -> dict[str, Any]:
     """Write the report as JSON, which has null for what is not finite, and return it so.
 
-    Under its usual name, to which config.dataset's or 'suite' is added, nothing is overwritten: an earlier result may be of
-    another step, text or choice of checkpoints. It stays under a number.
+    Under its usual name, to which config.dataset's or 'suite' is added, nothing is overwritten: an earlier result may
+    be of another step, text or choice of checkpoints. It stays under a number.
     """
     plain = finite(dict(report))
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
