@@ -408,7 +408,8 @@ class EvaluateConfig:
     """What evaluate.py can be told; everything else comes from the checkpoint."""
 
     checkpoint: str | tuple[str, ...] = meaning(
-        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, or a list of them"
+        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, GPT-2 or Llama in "
+        "Hugging Face form (directory or hub id), or a list of them"
     )
     baseline: str | None = meaning("run or checkpoint that the others are compared with; null: the first", None)
     dataset: Annotated[DatasetConfig, Field(discriminator="kind")] | None = meaning(

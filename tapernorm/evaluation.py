@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -182,8 +183,7 @@ def _evaluate_suite(
         for name, dataset in config.suite.items():
             on = dataclasses.replace(config, dataset=dataset, samples=samples)
             text = Text.open(subject, on, say_once, f"suite.{name}")
-            say(f"{label} on {name}:")
-            texts[name] += measure(subject, text, on, say)
+            texts[name] += measure(subject, text, on, functools.partial(_say_on, say, f"{label} on {name}: "))
             samples = 0  # they have nothing to do with the text
     rows = published.rows(sizes, texts)
     compare_on(texts, rows, say)
@@ -196,6 +196,10 @@ def _evaluate_suite(
     }
     stem = "evaluation" if len(paths) == 1 else "comparison"
     return _write(config, _directory(paths) / f"{stem}.json", report, say)
+
+
+def _say_on(say: Callable[[str], None], where: str, line: str) -> None:
+    say(where + line)
 
 
 def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:

@@ -13,8 +13,10 @@ from tapernorm.config import (
     Config,
     ConfigError,
     DatasetConfig,
+    EvaluateConfig,
     NormConfig,
     TextDatasetConfig,
+    ToyDatasetConfig,
     all_keys,
     all_sites,
     build,
@@ -22,6 +24,7 @@ from tapernorm.config import (
     resolve,
     select_sites,
     to_dict,
+    validate,
 )
 
 CHOICES = sorted((file.parent.name, file.stem) for file in cli.CONFIGS.glob("*/*.yaml") if file.parent.name != "suite")
@@ -52,6 +55,27 @@ def test_every_choice_composes_and_validates(group, choice):
         assert section.kind == choice
     if group in ("norm", "model", "dataset"):
         assert section.name == choice
+
+
+@pytest.mark.parametrize("suite", [file.stem for file in cli.CONFIGS.glob("suite/*.yaml")])
+def test_every_suite_composes_and_validates(suite):
+    config = validate(composed("checkpoint=x", f"suite={suite}", program="evaluate"), EvaluateConfig)
+    assert {dataset.name for dataset in config.suite.values()} == set(config.suite)
+
+
+def test_a_suites_filter_follows_its_data_sets():
+    given = ["checkpoint=x", "suite=gpt2", "suite.openwebtext.max_stories=7", "dataset@suite.pile=toy"]
+    suite = validate(composed(*given, program="evaluate"), EvaluateConfig).suite
+    assert suite["pile_filtered"].source == suite["pile"] == ToyDatasetConfig()
+    assert suite["pile_filtered"].reference == suite["openwebtext"] and suite["openwebtext"].max_stories == 7
+
+
+def test_the_longest_recipe_stays_within_an_epoch():
+    """800 steps of 0.52 million tokens; a document of OpenWebText has 9.04e9 / 8.01e6 GPT-2 tokens."""
+    dataset = build(composed("dataset=openwebtext")).dataset
+    assert 800 * 524_288 < dataset.max_stories * 9.04e9 / 8.01e6 < 2 * 800 * 524_288
+    pile = build(composed("dataset=pile_filtered", "dataset.source.max_stories=9")).dataset
+    assert pile.reference == dataset and pile.source.max_stories == 9 and pile.vocab_size == 50257
 
 
 def test_files_list_only_what_differs():
@@ -258,7 +282,20 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
     assert found["run_dir"] == str(tmp_path.parent / "elsewhere")
     hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "openai-community/gpt2"}}
     assert cli.absolute_paths(hub, tmp_path) == hub
+    suites = {
+        "suite": {"web": {"kind": "hub", "path": "stories"}, "files": {"train": "a.txt", "valid": ["b.txt"]}},
+        "dataset": {"kind": "filtered", "source": {"path": "stories"}, "reference": {"path": "owner/name"}},
+    }
+    found = cli.absolute_paths(suites, tmp_path)
+    assert found["suite"]["web"]["path"] == found["dataset"]["source"]["path"] == str(tmp_path / "stories")
+    assert found["suite"]["files"] == {"train": str(tmp_path / "a.txt"), "valid": [str(tmp_path / "b.txt")]}
+    assert found["dataset"]["reference"]["path"] == "owner/name"
     (tmp_path / "runs" / "x").mkdir(parents=True)
+    models = {"checkpoint": ["openai-community/gpt2", "runs/none", "none"], "baseline": "owner/name"}
+    assert cli.absolute_paths(models, tmp_path) == {
+        "checkpoint": ["openai-community/gpt2", str(tmp_path / "runs/none"), str(tmp_path / "none")],
+        "baseline": "owner/name",
+    }
     found = cli.absolute_paths({"model": {"init": "runs/x"}}, tmp_path)
     assert found == {"model": {"init": str(Path(tmp_path, "runs/x"))}}
 

@@ -12,24 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import published
 from tapernorm.cli import CONFIGS
-from tapernorm.config import Config, ConfigError, EvaluateConfig, ExportConfig, validate
-from tapernorm.data import usable_windows
+from tapernorm.config import Config, ConfigError, EvaluateConfig, ExportConfig, TokenizerConfig, validate
+from tapernorm.data import TokenFile, usable_windows
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.export import export
 from tapernorm.losses import document_of
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.tokenizer import Tokenizer, build_tokenizer
 from tests.conftest import GPT2
-from tests.test_data import write_any
+from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run
 
 WEB = [f"The cat number {i} sat on the mat and looked at the {('moon', 'sun', 'sea')[i % 3]}." for i in range(300)]
-PILE = [
-    f"{f'def f(x): return x ~ {i}' if i % 4 == 0 else 'The moon looked at the cat.'} {i}" for i in range(200)
-]
+PILE = [f"{f'def f(x): return x ~ {i}' if i % 4 == 0 else 'The moon looked at the cat.'} {i}" for i in range(200)]
 
 
 def measured(say: Callable[[str], None] = lambda line: None, **keys: Any) -> dict[str, Any]:
@@ -262,9 +261,6 @@ def test_faults_of_models_in_hugging_face_form(runs: dict[str, Path], suite: dic
 
 
 def test_a_tokenizer_comes_back_from_the_libraries_form(tmp_path: Path) -> None:
-    from tapernorm.config import TokenizerConfig
-    from tapernorm.tokenizer import build_tokenizer
-
     tokenizer = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), WEB)
     fast = tokenizer.to_fast()
     assert fast is not None
@@ -274,3 +270,25 @@ def test_a_tokenizer_comes_back_from_the_libraries_form(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     assert Tokenizer.from_fast(tmp_path / "tokenizer.json") is None
     assert Tokenizer.from_fast(tmp_path / "none.json") is None
+
+
+@needs_shared
+def test_gpt2_in_hugging_face_form_with_tiktokens_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small GPT-2 of 50,257 ids on real stories: its mean loss over the windows is transformers' own."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
+    model.save_pretrained(tmp_path / "small")
+    texts = (SHARED / "tinystories_valid.txt").read_text(encoding="utf-8").split("\n<|endoftext|>\n")[:40]
+    write_any(tmp_path / "stories.jsonl", texts)
+    dataset = {"kind": "hub", "name": "stories", "path": str(tmp_path / "stories.jsonl"), "held_out": 0.5}
+    report = measured(checkpoint=str(tmp_path / "small"), dataset=dataset, cache_dir=str(tmp_path / "cache"))
+    file = TokenFile.open(tmp_path / "cache" / report["data"]["name"] / "valid.bin")
+    rows = torch.tensor(file.tokens[: (file.n_tokens - 1) // 32 * 32].astype(np.int64)).view(-1, 32)
+    targets = torch.tensor(file.tokens[1 : rows.numel() + 1].astype(np.int64)).view(-1, 32)
+    with torch.no_grad():
+        logits = model(rows).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert report["tokens"] == rows.numel() and report["loss"] == pytest.approx(expected, abs=1e-5)
