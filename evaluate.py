@@ -4,6 +4,7 @@ Examples:
   python evaluate.py checkpoint=runs/RUN
   python evaluate.py checkpoint=runs/RUN fold=true save_folded=runs/RUN-folded
   python evaluate.py checkpoint=runs/RUN dataset=text dataset.valid=other.txt
+  python evaluate.py 'checkpoint=[openai-community/gpt2,runs/RUN]' suite=gpt2
   python evaluate.py checkpoint=runs/sweeps/NAME baseline=runs/sweeps/NAME/norm-baseline_seed-0
   python evaluate.py 'checkpoint=[runs/A,runs/B]' 'out=a-and-b.json'
   python evaluate.py 'checkpoint=runs/*-s0'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import textwrap
 import typing
@@ -64,9 +65,6 @@ HELP_KEYS = (
     "sweep.dry_run",
 )
 PATH_KEYS = (
-    "dataset.train",
-    "dataset.valid",
-    "dataset.path",
     "tokenizer.ranks",
     "model.init",
     "runs_dir",
@@ -79,6 +77,7 @@ PATH_KEYS = (
     "out",
 )
 RESERVED = {"model.init": "random", "resume": "auto"}
+DATASET = r"(dataset|suite\.[^.]+)(\.source|\.reference)?"  # where the configuration of one may stand
 
 
 def launch(
@@ -157,13 +156,22 @@ def evaluate(tree: DictConfig) -> None:
 
 
 def _only_validation(tree: dict[str, Any]) -> dict[str, Any]:
-    """Evaluation reads no training text: of `dataset=text` it needs dataset.valid, or held_out of dataset.train."""
-    dataset = tree.get("dataset")
-    if not isinstance(dataset, dict) or dataset.get("train") != "???":
-        return tree
-    if dataset["valid"] is None:
-        raise ConfigError("dataset.valid is missing: name the text to evaluate on, as in dataset.valid=...")
-    return {**tree, "dataset": {**dataset, "train": dataset["valid"]}}
+    """Evaluation reads no training text: of `dataset=text` it needs dataset.valid, or held_out of dataset.train.
+
+    Of a filter's reference it needs dataset.reference.train, however.
+    """
+
+    def walk(node: dict[str, Any], key: str) -> dict[str, Any]:
+        if re.fullmatch(DATASET, key) and not key.endswith(".reference") and node.get("train") == "???":
+            if node["valid"] is None:
+                raise ConfigError(f"{key}.valid is missing: name the text to evaluate on, as in {key}.valid=...")
+            return {**node, "train": node["valid"]}
+        return {
+            name: walk(value, f"{key}.{name}".lstrip(".")) if isinstance(value, dict) else value
+            for name, value in node.items()
+        }
+
+    return walk(tree, "")
 
 
 def generate(tree: DictConfig) -> None:
@@ -210,19 +218,21 @@ def plain(tree: DictConfig) -> dict[str, Any]:
 def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
     """Input and output paths relative to the directory of the launch, whatever directory Hydra changes to."""
 
-    def absolute(value: Any) -> Any:
+    def absolute(key: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [absolute(item) for item in value]
+            return [absolute(key, item) for item in value]
         if not isinstance(value, str) or value in ("", "???"):
+            return value
+        if key in ("checkpoint", "baseline") and _is_hub_id(value, launch_dir):
             return value
         return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
 
     def is_path(key: str, value: Any) -> bool:
         if value == RESERVED.get(key):
             return False
-        if key in ("dataset.path", "model.init"):  # a hub id unless it exists here
+        if key == "model.init" or re.fullmatch(rf"{DATASET}\.path", key):  # a hub id unless it exists here
             return isinstance(value, str) and (launch_dir / Path(value).expanduser()).exists()
-        return key in PATH_KEYS
+        return key in PATH_KEYS or re.fullmatch(rf"{DATASET}\.(train|valid)", key) is not None
 
     def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
         result = {}
@@ -231,10 +241,17 @@ def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
             if isinstance(value, dict):
                 result[name] = walk(value, f"{key}.")
             else:
-                result[name] = absolute(value) if is_path(key, value) else value
+                result[name] = absolute(key, value) if is_path(key, value) else value
         return result
 
     return walk(tree, "")
+
+
+def _is_hub_id(value: str, launch_dir: Path) -> bool:
+    """Whether an 'owner/name' is meant for the hub: there is no such directory here, nor one of the owner's name."""
+    owner, slash, name = value.partition("/")
+    named = slash and all(re.fullmatch(r"[\w-][\w.-]*", part, flags=re.ASCII) for part in (owner, name))
+    return bool(named) and not (launch_dir / owner).exists()
 
 
 # --------------------------------------------------------------------------------------------------------- registration

@@ -1,10 +1,10 @@
-"""Evaluated models side by side: one table, and each one's paired difference to the first."""
+"""Evaluated models side by side, on one text or several: one table, and each one's paired difference to the first."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,58 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 def compare(models: Sequence[Measured], say: Callable[[str], None] = print) -> None:
     """Add `versus_baseline` to every report but the first's, print the table and say what cannot be compared."""
+    remarks = _pair(models)
+    print_table([_row(model.report) for model in models], COLUMNS, FORMATS, n_left=2)
+    for remark in remarks:
+        say(remark)
+    say(
+        "loss in nats/token ± standard error over documents; difference to the first row, paired by document, "
+        "in nats/token unless another unit is named"
+    )
+
+
+def compare_on(
+    texts: Mapping[str, Sequence[Measured]],
+    published: Sequence[Mapping[str, Any]],
+    say: Callable[[str], None] = print,
+) -> None:
+    """The same for several texts by name, on each of which the models are the same and in the same order.
+
+    One table with a group of columns for each text; beneath, what others have `published` (see published.rows).
+    """
+    remarks = {f"{name}: {remark}": None for name, models in texts.items() for remark in _pair(models)}
+    several = any(len(models) > 1 for models in texts.values())
+    shown = ("loss", "median", "99.9 %", "max", "tokens", *(["difference (95 %)"] if several else []))
+    columns = ["checkpoint", "norm", "step", *(f"{name}/{number}" for name in texts for number in shown)]
+    # the name of a text stands above the first of its columns
+    headings = {
+        f"{name}/{number}": f"{name if number == 'loss' else ''}\n{number}" for name in texts for number in shown
+    }
+    headings |= {column: f"\n{column}" for column in columns[:3]}
+    formats = {f"{name}/{number}": "{:.4g}" for name in texts for number in ("median", "99.9 %", "max")}
+    formats |= {f"{name}/tokens": "{:,}" for name in texts}
+    rows = []
+    for number, model in enumerate(next(iter(texts.values()))):
+        row = {column: model.report[{"checkpoint": "label"}.get(column, column)] for column in columns[:3]}
+        for name, models in texts.items():
+            row |= {f"{name}/{column}": value for column, value in _columns(models[number].report).items()}
+        rows.append(row)
+    for found in published:
+        row = {"checkpoint": f"published: {found['name']}", "norm": found["model"]}
+        for name, numbers in found["datasets"].items():
+            row |= {f"{name}/loss": f"{numbers['loss']:.4f}", f"{name}/median": numbers["median"]}
+        rows.append(row)
+    print_table(rows, columns, formats, n_left=2, headings=headings)
+    for remark in remarks:
+        say(remark)
+    say(
+        "loss in nats/token ± standard error over documents"
+        + ("; difference to the first row, paired by document, in nats/token unless another unit is named" * several)
+    )
+
+
+def _pair(models: Sequence[Measured]) -> list[str]:
+    """Add `versus_baseline` to every report but the first's; returns what cannot be compared or is not finite."""
     baseline = models[0]
     remarks: dict[str, None] = {}  # a folded model's is that of the unfolded
     for model in models[1:]:
@@ -45,16 +97,10 @@ def compare(models: Sequence[Measured], say: Callable[[str], None] = print) -> N
             remarks[f"{model.report['label']}: not compared with {baseline.report['label']}: {found}"] = None
             found = {"not_compared": found}
         model.report["versus_baseline"] = found
-    print_table([_row(model.report) for model in models], COLUMNS, FORMATS, n_left=2)
     for model in models:
         if model.report["nonfinite"]:
             remarks[f"{model.report['label']}: {model.report['nonfinite']:,} losses are not finite"] = None
-    for remark in remarks:
-        say(remark)
-    say(
-        "loss in nats/token ± standard error over documents; difference to the first row, paired by document, "
-        "in nats/token unless another unit is named"
-    )
+    return list(remarks)
 
 
 def plus_minus(value: float, error: float) -> str:
@@ -73,6 +119,18 @@ def _row(report: dict[str, Any]) -> dict[str, Any]:
         "p99.9": report["p99_9"],
         "max": report["max"],
         "bits/byte": plus_minus(report["bits_per_byte"], report["bits_per_byte_se"]),
+        "difference (95 %)": _interval(report.get("versus_baseline")),
+    }
+
+
+def _columns(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shown of one of several texts."""
+    return {
+        "loss": plus_minus(report["loss"], report["loss_se"]),
+        "median": report["median"],
+        "99.9 %": report["p99_9"],
+        "max": report["max"],
+        "tokens": report["tokens"],
         "difference (95 %)": _interval(report.get("versus_baseline")),
     }
 

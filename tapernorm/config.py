@@ -287,18 +287,27 @@ class ToyDatasetConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
-class TinyStoriesDatasetConfig:
-    """roneneldan/TinyStories through the datasets library, or a local copy of it."""
+class HubDatasetConfig:
+    """A text data set of the Hugging Face hub through the datasets library, or a local copy of it."""
 
-    kind: Literal["tinystories"] = "tinystories"
-    name: str = meaning("label in tables", "tinystories")
+    kind: Literal["hub", "tinystories"] = meaning("'tinystories' is what older configurations call it", "hub")
+    name: str = meaning("label in tables", "hub")
     vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 10000)
     path: str = meaning(
-        "hub id, or a local folder with train/validation parquet, jsonl or txt files", "roneneldan/TinyStories"
+        "hub id, or a local file or folder of .parquet, .jsonl, .jsonl.zst or .txt files, named *train* and *valid*"
     )
+    subset: str | None = meaning("the hub's configuration of the data set; null: its only one", None)
     revision: str | None = meaning("hub revision; null: the newest at the first preparation", None)
     streaming: bool = meaning("read the hub's files as a stream instead of downloading all of them first", True)
-    max_stories: PositiveInt | None = meaning("use only the first so many training stories", None)
+    field: str = meaning("column that holds the text", "text")
+    valid_split: str | None = meaning(
+        "the hub's split that validates; null: held_out of train, as with local files of which none is named *valid*",
+        "validation",
+    )
+    held_out: Share = meaning("share of the training documents, chosen by their hash, that validates then", 0.05)
+    split_seed: Annotated[int, Field(ge=0, lt=2**64)] = meaning("of the choice of the held-out documents", 0)
+    max_stories: PositiveInt | None = meaning("use only the first so many training documents", None)
+    max_valid_stories: PositiveInt | None = meaning("use only the first so many validation documents", None)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -310,13 +319,30 @@ class TextDatasetConfig:
     vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 4096)
     train: str | tuple[str, ...] = meaning("file, folder or glob, or a list of them")
     valid: str | tuple[str, ...] | None = meaning(
-        "the same for validation; null: held_out of the training stories", None
+        "the same for validation; null: held_out of the training documents", None
     )
-    held_out: Share = meaning("share of the stories, chosen by their hash, that validates when valid is null", 0.02)
+    held_out: Share = meaning("share of the documents, chosen by their hash, that validates when valid is null", 0.02)
     field: str = meaning("column of .jsonl and .parquet files that holds the text", "text")
 
 
-DatasetConfig = ToyDatasetConfig | TinyStoriesDatasetConfig | TextDatasetConfig
+PlainDatasetConfig = ToyDatasetConfig | HubDatasetConfig | TextDatasetConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class FilteredDatasetConfig:
+    """The sequences of one data set without token ids that never occur in another one's training split."""
+
+    kind: Literal["filtered"] = "filtered"
+    name: str = meaning("label in tables", "filtered")
+    source: Annotated[PlainDatasetConfig, Field(discriminator="kind")] = meaning("a data set: the sequences")
+    reference: Annotated[PlainDatasetConfig, Field(discriminator="kind")] = meaning("a data set: the allowed ids")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.vocab_size
+
+
+DatasetConfig = PlainDatasetConfig | FilteredDatasetConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -427,11 +453,15 @@ class EvaluateConfig:
     """What evaluate.py can be told; everything else comes from the checkpoint."""
 
     checkpoint: str | tuple[str, ...] = meaning(
-        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, or a list of them"
+        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, GPT-2 or Llama in "
+        "Hugging Face form (directory or hub id), or a list of them"
     )
     baseline: str | None = meaning("run or checkpoint that the others are compared with; null: the first", None)
     dataset: Annotated[DatasetConfig, Field(discriminator="kind")] | None = meaning(
         "a group: other text to evaluate on, its validation split; null: the checkpoint's own", None
+    )
+    suite: dict[str, Annotated[DatasetConfig, Field(discriminator="kind")]] | None = meaning(
+        "a group: several data sets by name, in one table with the published losses", None
     )
     tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training, or all of other text", None)
     batch_size: PositiveInt = meaning("sequences per forward; does not change the loss", 8)
@@ -646,17 +676,17 @@ def unknown_key(key: str, valid: list[str]) -> str:
 
 def fields_of(section: str, tree: Mapping[str, Any] | None = None, schema: type = Config) -> list[tuple[str, str]]:
     """(field, meaning) of a section such as 'optim' ('' for the root); a union is decided by the tree's `kind`."""
-    return [(name, text) for name, text, _ in _fields(_class_of(section, tree, schema))]
+    return [(name, text) for name, text, _ in _fields(class_of(section, tree, schema))]
 
 
-def all_keys(schema: type = Config) -> list[tuple[str, str]]:
+def all_keys(schema: type = Config, prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, meaning) of every leaf of the schema, all variants of the unions included."""
     found: dict[str, str] = {}
     for name, text, kinds in _fields(schema):
         for kind in kinds:
-            found.update({f"{name}.{sub}": note for sub, note, _ in _fields(kind)})
+            found.update(all_keys(kind, f"{prefix}{name}."))
         if not kinds:
-            found[name] = text
+            found[f"{prefix}{name}"] = text
     return list(found.items())
 
 
@@ -679,14 +709,27 @@ def _members(hint: Any) -> list[type]:
     return [hint]
 
 
-def _class_of(section: str, tree: Mapping[str, Any] | None, schema: type) -> type:
+def class_of(section: str, tree: Mapping[str, Any] | None = None, schema: type = Config) -> type:
+    """The dataclass of a section such as 'optim' or 'dataset.source'; a union is decided by the tree's `kind`."""
     cls = schema
+    node: Any = tree
+    kinds: list[type] = []
     for part in filter(None, section.split(".")):
-        kinds = {name: members for name, _, members in _fields(cls)}[part]
-        node = (tree or {}).get(part)
+        node = node.get(part) if isinstance(node, Mapping) else None
+        if part == "suite":  # data sets by name: the next part is one
+            kinds = _members(DatasetConfig)
+            continue
+        kinds = kinds or {name: members for name, _, members in _fields(cls)}[part]
         wanted = node.get("kind") if isinstance(node, Mapping) else None
-        cls = next((kind for kind in kinds if getattr(kind, "kind", None) == wanted), kinds[0])
+        cls = next((kind for kind in kinds if wanted in _tags(kind)), kinds[0])
+        kinds = []
     return cls
+
+
+def _tags(cls: Any) -> tuple[str, ...]:
+    """The values of `kind` that mean this dataclass."""
+    field = cls.__pydantic_fields__.get("kind")
+    return typing.get_args(field.annotation) if field else ()
 
 
 # ------------------------------------------------------------------------------------------------- relations, resolve

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -13,18 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.comparison import Measured, compare, labels, plus_minus
+from tapernorm import pretrained, published
+from tapernorm.comparison import Measured, compare, compare_on, labels, plus_minus
 from tapernorm.config import Config, ConfigError, EvaluateConfig, to_dict
-from tapernorm.data import TokenFile, prepare, prepare_valid, reuse, validation_windows
+from tapernorm.data import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
 from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
 from tapernorm.fold import certificate, describe, fold
 from tapernorm.generate import NotFinite, generate
+from tapernorm.hf import is_hub_form
 from tapernorm.losses import Losses, document_of, perplexity
 from tapernorm.model import Decoder
 from tapernorm.tokenizer import Tokenizer
@@ -99,6 +103,9 @@ def evaluate(
 def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Losses of a checkpoint on validation text, worst documents and samples; or of several, with their differences.
 
+    A checkpoint may also be a model in Hugging Face form, directory or hub id, which has no text of its own. With
+    `suite` all are evaluated on several data sets, in one table with the losses that others published.
+
     On the checkpoint's own text the loss is the one that training reported for that step. With `fold` the folded model
     is evaluated beside it and certified, with `save_folded` also saved. Writes one JSON and returns it; docs/metrics.md
     defines its fields. Raises ConfigError, one line, for a path without a valid checkpoint, for text that cannot be
@@ -115,30 +122,110 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
         )
     if config.baseline is not None:
         try:
-            given.insert(0, str(checkpoints.find(Path(config.baseline), say)))
+            foreign = is_hub_form(config.baseline)
+            given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    paths = checkpoints.find_all(given, say)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all([item], say) for item in given)
+    paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    for path in paths:
+        if is_hub_form(str(path)) and config.dataset is None and config.suite is None:
+            raise ConfigError(f"checkpoint={path} has no text of its own; name one with dataset=... or suite=gpt2")
+        if is_hub_form(str(path)) and config.save_folded:
+            raise ConfigError(f"save_folded={config.save_folded} is for a checkpoint of ours, not for {path}")
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
+    if config.suite is not None:
+        return _evaluate_suite(config, paths, device, say)
     if len(paths) > 1:
         return _evaluate_several(config, paths, device, say)
     (path,) = paths
-    report = measure(Subject.load(config, path, labels(paths)[0], device, say), config, say)[0].report
+    subject = Subject.load(config, path, labels(paths)[0], device, say)
+    report = measure(subject, Text.open(subject, config, say), config, say)[0].report
     for line in _details(report):
         say(line)
-    return _write(config, checkpoints.run_directory(path) / "evaluation.json", report, say)
+    return _write(config, _directory(paths) / "evaluation.json", report, say)
 
 
 def _evaluate_several(
     config: EvaluateConfig, paths: Sequence[Path], device: torch.device, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    if config.save_folded:
-        raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
-    if config.fold:  # refused before anything slow happens
-        for path in paths:
-            _fold(config, path, checkpoints.load_model(path)[0])
+    _check_several(config, paths)
     config = dataclasses.replace(config, samples=config.samples or 0)
+    say_once = _once(say)
+    models: list[Measured] = []
+    for label, path in zip(labels(paths), paths, strict=True):
+        subject = Subject.load(config, path, label, device, say)
+        models += measure(subject, Text.open(subject, config, say_once), config, say)
+    compare(models, say)
+    return _write(config, _directory(paths) / "comparison.json", _comparison(models), say)
+
+
+def _evaluate_suite(
+    config: EvaluateConfig, paths: Sequence[Path], device: torch.device, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every checkpoint on every data set of config.suite, in one table."""
+    assert config.suite is not None
+    if config.dataset is not None:
+        raise ConfigError(f"dataset={config.dataset.name} and a suite are given; leave one of them out")
+    if not config.suite:
+        raise ConfigError("suite={} names no data set; choose a suite group, as in suite=gpt2")
+    if config.save_folded:
+        raise ConfigError(f"save_folded={config.save_folded} is for one text; leave the suite out")
+    _check_several(config, paths)
+    say_once = _once(say)
+    texts: dict[str, list[Measured]] = {name: [] for name in config.suite}
+    sizes = []
+    for label, path in zip(labels(paths), paths, strict=True):
+        subject = Subject.load(config, path, label, device, say)
+        sizes.append(subject.trained.model.name)
+        samples = config.samples or 0
+        for name, dataset in config.suite.items():
+            on = dataclasses.replace(config, dataset=dataset, samples=samples)
+            text = Text.open(subject, on, say_once, f"suite.{name}")
+            texts[name] += measure(subject, text, on, functools.partial(_say_on, say, f"{label} on {name}: "))
+            samples = 0  # they have nothing to do with the text
+    rows = published.rows(sizes, texts)
+    compare_on(texts, rows, say)
+    if rows:
+        say(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")
+    report = {
+        "baseline": next(iter(texts.values()))[0].report["label"],
+        "datasets": {name: _comparison(models)["checkpoints"] for name, models in texts.items()},
+        "published": {"source": published.SOURCE, "rows": rows} if rows else None,
+    }
+    stem = "evaluation" if len(paths) == 1 else "comparison"
+    return _write(config, _directory(paths) / f"{stem}.json", report, say)
+
+
+def _say_on(say: Callable[[str], None], where: str, line: str) -> None:
+    say(where + line)
+
+
+def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:
+    """Refuse what would only be found after a first checkpoint has been evaluated."""
+    if config.save_folded and len(paths) > 1:
+        raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
+    if config.fold:
+        for path in paths:
+            _fold(config, path, _load(path)[0])
+
+
+def _comparison(models: Sequence[Measured]) -> dict[str, Any]:
+    return {
+        "baseline": models[0].report["label"],
+        "checkpoints": [model.report for model in models if "checkpoint" in model.report],  # the folded lie in these
+    }
+
+
+def _directory(paths: Sequence[Path]) -> Path:
+    """The run's directory, or the one above several; a model of the hub has none, then it is the current one."""
+    local = [str(checkpoints.run_directory(path).absolute()) for path in paths if path.exists()]
+    return Path(os.path.commonpath(local)) if local else Path.cwd()
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say` that says no line twice."""
     said: set[str] = set()
 
     def say_once(line: str) -> None:
@@ -146,21 +233,12 @@ def _evaluate_several(
             said.add(line)
             say(line)
 
-    models: list[Measured] = []
-    for label, path in zip(labels(paths), paths, strict=True):
-        models += measure(Subject.load(config, path, label, device, say_once), config, say)
-    compare(models, say)
-    report = {
-        "baseline": models[0].report["label"],
-        "checkpoints": [model.report for model in models if "checkpoint" in model.report],  # the folded lie in these
-    }
-    above = Path(os.path.commonpath([checkpoints.run_directory(path) for path in paths]))
-    return _write(config, above / "comparison.json", report, say)
+    return say_once
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint's model and the text that it is evaluated on, in windows (N, T)."""
+    """A checkpoint's model, as it is and, if wanted, folded."""
 
     label: str
     path: Path
@@ -169,21 +247,17 @@ class Subject:
     trained: Config
     tokenizer: Tokenizer
     folded: Decoder | None
-    text: TokenFile
-    inputs: Tensor
-    targets: Tensor
 
     @classmethod
     def load(
         cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
     ) -> Subject:
-        """`say` gets what there is to say about the text."""
-        model, trained, tokenizer = checkpoints.load_model(path, device)
-        meta = checkpoints.read_meta(path)
+        model, trained, tokenizer, meta = _load(path, device)
         folded = _fold(config, path, model)  # refused before anything slow happens
         trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
-        text = _text(config, path, trained, tokenizer, meta["data"], say)
-        return cls(label, path, meta, model, trained, tokenizer, folded, text, *_windows(config, trained, text))
+        step = "not ours" if meta["step"] is None else f"step {meta['step']}"
+        say(f"checkpoint {path}: {step}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
+        return cls(label, path, meta, model, trained, tokenizer, folded)
 
     @property
     def device(self) -> torch.device:
@@ -193,8 +267,43 @@ class Subject:
     def dtype(self) -> torch.dtype:
         return pick_dtype(self.trained.trainer.dtype, self.device)
 
-    def losses(self, model: Decoder, config: EvaluateConfig) -> Losses:
-        """Losses by token of this or the folded model, with a progress bar or lines if it takes long."""
+
+@dataclass(frozen=True)
+class Text:
+    """What a model is evaluated on: windows (N, T) of a validation split, and the document of each target (N * T,).
+
+    n_windows: how many the split has; left_out: how many of these a filter keeps out.
+    """
+
+    file: TokenFile
+    inputs: Tensor
+    targets: Tensor
+    document: np.ndarray
+    tokenizer: Tokenizer
+    n_windows: int
+    left_out: int
+
+    @classmethod
+    def open(cls, subject: Subject, config: EvaluateConfig, say: Callable[[str], None], key: str = "dataset") -> Text:
+        """config.dataset, which stands at `key`, or the text of training; `say` gets what there is to say about it."""
+        file, n_ctx = _text(config, subject, say, key), subject.trained.model.n_ctx
+        if config.tokens is not None and config.tokens < n_ctx:
+            raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
+        usual = subject.trained.trainer.val_tokens if config.dataset is None else max(file.n_tokens, n_ctx)
+        windows, total = file.windows(n_ctx), n_windows(file.n_tokens, n_ctx)
+        inputs, targets = validation_windows(file.tokens, n_ctx, config.tokens or usual, windows)
+        left_out = 0 if windows is None else total - len(windows)
+        if windows is not None:
+            windows = windows[: len(inputs)]
+            name = (config.dataset or subject.trained.dataset).name
+            say(f"dataset {name}: {left_out:,} of {total:,} windows of {n_ctx:,} tokens left out by the filter")
+        eot = subject.tokenizer.eot
+        end = inputs.numel() if windows is None else (int(windows[-1]) + 1) * n_ctx
+        document = document_of(file.tokens[:end], eot, n_ctx, windows)
+        return cls(file, inputs, targets, document, subject.tokenizer, total, left_out)
+
+    def losses(self, subject: Subject, model: Decoder, config: EvaluateConfig) -> Losses:
+        """Losses by token of the subject's or its folded model, with a progress bar or lines if it takes long."""
         progress = Progress(len(self.inputs), mode=config.progress, unit="window", delay=LONG)
         start, total, windows = time.monotonic(), 0.0, 0
 
@@ -206,36 +315,34 @@ class Subject:
             progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
 
         try:
-            autocast = autocast_on(self.device, self.dtype)
+            autocast = autocast_on(subject.device, subject.dtype)
             nats = token_losses(model, self.inputs, self.targets, config.batch_size, autocast, show)
         finally:
             progress.close()
-        document = document_of(self.inputs.flatten().numpy(), self.tokenizer.eot)
-        return Losses(nats.flatten().double().numpy(), self.targets.flatten().numpy(), document, self.tokenizer)
+        return Losses(nats.flatten().double().numpy(), self.targets.flatten().numpy(), self.document, self.tokenizer)
 
 
-def measure(subject: Subject, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
+def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
     """The checkpoint's model and, if wanted, the folded one, whose report is also the first's `folded`."""
-    meta, norm = subject.meta, subject.trained.norm.name
-    say(
-        f"checkpoint {subject.path}: step {meta['step']}, gate {meta['gate']:.4g}, norm {norm}, device {subject.device}"
-    )
-    losses = subject.losses(subject.model, config)
+    meta = subject.meta
+    losses = text.losses(subject, subject.model, config)
     report: dict[str, Any] = {
         "label": subject.label,
         "checkpoint": str(subject.path),
         "step": meta["step"],
         "gate": meta["gate"],
-        "norm": norm,
+        "norm": subject.trained.norm.name,
         "anchor": subject.trained.anchor.kind,
         "device": str(subject.device),
         "dtype": str(subject.dtype).removeprefix("torch."),
         "data": {
-            "name": subject.text.path.parent.name,
+            "name": text.file.path.parent.name,
             "own": config.dataset is None,
             "dataset": None if config.dataset is None else to_dict(config.dataset),
-            "documents": subject.text.n_documents,
-            "tokens": subject.text.n_tokens,
+            "documents": text.file.n_documents,
+            "tokens": text.file.n_tokens,
+            "windows": text.n_windows,
+            "left_out": text.left_out,
         },
         **losses.statistics(),
         "worst": losses.worst(config.worst),
@@ -245,19 +352,24 @@ def measure(subject: Subject, config: EvaluateConfig, say: Callable[[str], None]
     say(f"validation loss {_headline(report)}, over {report['tokens']:,} tokens of {report['documents']:,} documents")
     models = [Measured(losses, report)]
     if subject.folded is not None:
-        models.append(_measure_folded(subject, subject.folded, config, report["loss"], say))
+        models.append(_measure_folded(subject, subject.folded, text, config, report["loss"], say))
         report["folded"] = models[1].report
     return models
 
 
 def _measure_folded(
-    subject: Subject, folded: Decoder, config: EvaluateConfig, unfolded_loss: float, say: Callable[[str], None]
+    subject: Subject,
+    folded: Decoder,
+    text: Text,
+    config: EvaluateConfig,
+    unfolded_loss: float,
+    say: Callable[[str], None],
 ) -> Measured:
-    losses = subject.losses(folded, config)
+    losses = text.losses(subject, folded, config)
     statistics = losses.statistics()
     difference = statistics["loss"] - unfolded_loss
     windows = max(1, CERTIFICATE_TOKENS // folded.config.n_ctx)
-    proof = certificate(subject.model, folded, subject.inputs[:windows])
+    proof = certificate(subject.model, folded, text.inputs[:windows])
     say(f"folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
     if config.save_folded:
         save_folded(Path(config.save_folded), folded, subject.trained, subject.tokenizer, subject.meta, proof)
@@ -284,29 +396,28 @@ def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
         raise ConfigError(f"checkpoint {path}: {error}") from None
 
 
-def _text(
-    config: EvaluateConfig, path: Path, trained: Config, tokenizer: Tokenizer, key: str, say: Callable[[str], None]
-) -> TokenFile:
+def _text(config: EvaluateConfig, subject: Subject, say: Callable[[str], None], key: str) -> TokenFile:
     """The validation tokens: of the text that was trained on, which must be the same still, or of config.dataset."""
+    trained, made_from = subject.trained, subject.meta["data"]
     if config.dataset is not None:
-        text = prepare_valid(dataclasses.replace(trained, dataset=config.dataset), tokenizer, say)
+        trained = dataclasses.replace(trained, dataset=config.dataset)
+        text = prepare_valid(trained, subject.tokenizer, say, key=key)
         say(f"evaluating on dataset {config.dataset.name} as given, not on the validation text of training")
         return text
-    data = reuse(trained, key, say) or prepare(trained, say)
-    if data.key != key:
+    data = reuse(trained, made_from, say) or prepare(trained, say)
+    if data.key != made_from:
         raise ConfigError(
-            f"checkpoint {path}: the data set has changed since training ({key} -> {data.key}); name another one with "
-            "dataset=... to evaluate on that"
+            f"checkpoint {subject.path}: the data set has changed since training ({made_from} -> {data.key}); name "
+            "another one with dataset=... to evaluate on that"
         )
     return data.valid
 
 
-def _windows(config: EvaluateConfig, trained: Config, text: TokenFile) -> tuple[Tensor, Tensor]:
-    n_ctx = trained.model.n_ctx
-    if config.tokens is not None and config.tokens < n_ctx:
-        raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
-    usual = trained.trainer.val_tokens if config.dataset is None else max(text.n_tokens, n_ctx)
-    return validation_windows(text.tokens, n_ctx, config.tokens or usual)
+def _load(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer, dict[str, Any]]:
+    """Model, configuration, tokenizer and meta data of a checkpoint, or of a model in Hugging Face form."""
+    if is_hub_form(str(path)):
+        return *pretrained.load_foreign(str(path), device), {"step": None, "gate": 1.0, "data": None}
+    return *checkpoints.load_model(path, device), checkpoints.read_meta(path)
 
 
 def _samples(config: EvaluateConfig, model: Decoder, tokenizer: Tokenizer, say: Callable[[str], None]) -> list[str]:
@@ -362,12 +473,13 @@ def _write(
 ) -> dict[str, Any]:
     """Write the report as JSON, which has null for what is not finite, and return it so.
 
-    Under its usual name, to which config.dataset's is added, nothing is overwritten: an earlier result may be of
-    another step, text or choice of checkpoints. It stays under a number.
+    Under its usual name, to which config.dataset's or 'suite' is added, nothing is overwritten: an earlier result may
+    be of another step, text or choice of checkpoints. It stays under a number.
     """
     plain = finite(dict(report))
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
-    own = usual if config.dataset is None else usual.with_stem(f"{usual.stem}-{config.dataset.name}")
+    what = "suite" if config.suite is not None else None if config.dataset is None else config.dataset.name
+    own = usual if what is None else usual.with_stem(f"{usual.stem}-{what}")
     path = Path(config.out) if config.out else own
     try:
         if not config.out and path.exists() and path.read_text(encoding="utf-8") != text:

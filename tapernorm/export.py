@@ -107,7 +107,8 @@ def _tokens(config: ExportConfig, trained: Config, key: str, say: Callable[[str]
     n_tokens = max(config.tokens, n_ctx)
     data = reuse(trained, key, say)
     if data is not None:
-        return validation_windows(data.valid.tokens, n_ctx, n_tokens)[0], "validation tokens"
+        windows = data.valid.windows(n_ctx)
+        return validation_windows(data.valid.tokens, n_ctx, n_tokens, windows)[0], "validation tokens"
     assert trained.model.vocab_size is not None
     generator = torch.Generator().manual_seed(0)
     shape = (n_tokens // n_ctx, n_ctx)

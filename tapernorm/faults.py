@@ -66,6 +66,8 @@ def explain(error: BaseException, schema: type = Config) -> str:
         return _unknown_choice(group, choice, error.options)
     if found := re.match(r"Could not override '([^']+)'", text):
         key = found[1]
+        if suite := re.match(r"suite\.[^.]+", key):  # its data sets have the keys of `dataset`
+            valid += [suite[0] + name.removeprefix("dataset") for name in valid if name.startswith("dataset.")]
         return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
     if found := re.match(r"Ambiguous value for argument '(.+)'", text):
         quoted = f"put quotes inside quotes around a text with commas: \"{found[1]}='a, b'\""

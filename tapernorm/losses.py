@@ -28,7 +28,8 @@ class Losses:
     """Losses of n predicted tokens, in the order of the text.
 
     nats (n,) float64: -ln p of each token, maybe not finite; targets (n,): the tokens; document (n,): which document
-    of the split each belongs to, from 0 and without gaps (see `document_of`).
+    of the split each belongs to, from 0 and ascending (see `document_of`). Where windows are left out, some documents
+    may be missing. D is the number of those that have a token.
     """
 
     nats: np.ndarray
@@ -37,19 +38,28 @@ class Losses:
     tokenizer: Tokenizer
 
     @cached_property
+    def places(self) -> np.ndarray:
+        """The places in the split of the documents (D,) that have a token here."""
+        return np.unique(self.document)
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        return np.searchsorted(self.places, self.document)
+
+    @cached_property
     def n_tokens(self) -> np.ndarray:
         """Predicted tokens of each document (D,), the end-of-text id included."""
-        return np.bincount(self.document)
+        return np.bincount(self._index)
 
     @cached_property
     def n_bytes(self) -> np.ndarray:
         """UTF-8 bytes of the predicted tokens of each document (D,)."""
-        return np.bincount(self.document, self.tokenizer.byte_lengths(self.targets))
+        return np.bincount(self._index, self.tokenizer.byte_lengths(self.targets))
 
     @cached_property
     def total(self) -> np.ndarray:
         """Sum of the losses of each document (D,), in nats."""
-        return np.bincount(self.document, self.nats)
+        return np.bincount(self._index, self.nats)
 
     def first(self, n: int) -> Losses:
         """The first n tokens alone."""
@@ -88,21 +98,24 @@ class Losses:
         }
 
     def whole_documents(self) -> Iterator[tuple[bytes, float, int]]:
-        """(hash of the text, total loss, bytes) of every document of which no token is missing."""
+        """(hash of the text, total loss, bytes) of every document of which no token is missing.
+
+        Of one that lost a window in its middle, the text that is left, which another one's will hardly equal.
+        """
         last = len(self.n_tokens) - (self.targets[-1] != self.tokenizer.eot)
         for index in range(1, last):  # the very first token of the split has nothing before it and is not predicted
             text = self.tokenizer.decode_bytes(self.targets[self._span(index)])
             yield hashlib.blake2b(text, digest_size=16).digest(), float(self.total[index]), len(text)
 
     def _span(self, index: int) -> slice:
-        return slice(*np.searchsorted(self.document, [index, index + 1]))
+        return slice(*np.searchsorted(self._index, [index, index + 1]))
 
     def _describe(self, index: int) -> dict[str, Any]:
         nats, targets = self.nats[self._span(index)], self.targets[self._span(index)]
         text = " ".join(self.tokenizer.decode(targets[:EXCERPT_TOKENS]).split())
         cut = len(targets) > EXCERPT_TOKENS or len(text) > EXCERPT_CHARACTERS
         return {
-            "document": index,
+            "document": int(self.places[index]),
             "tokens": len(targets),
             "loss": float(self.total[index] / len(targets)),
             "total": float(self.total[index]),
@@ -111,12 +124,19 @@ class Losses:
         }
 
 
-def document_of(inputs: np.ndarray, eot: int) -> np.ndarray:
-    """Document of each predicted token (n,), from the token before it: the number of end-of-text ids so far.
+def document_of(
+    tokens: np.ndarray, eot: int, n_ctx: int | None = None, windows: np.ndarray | None = None
+) -> np.ndarray:
+    """Document of each predicted token (n,), from the token before it: the number of end-of-text ids up to that.
 
-    So the end-of-text id that ends a document is that document's. inputs (n,): what precedes each predicted token.
+    So the end-of-text id that ends a document is that document's. tokens (m,): the split from its start on, what
+    precedes each predicted token. windows (W,): the indices of those of n_ctx tokens that are predicted, n = W n_ctx;
+    None: all, n = m. The ids in the windows between count too: neighbours of a gap are not taken for one document.
     """
-    return np.cumsum(inputs == eot)
+    document = np.cumsum(tokens == eot)
+    if windows is None or n_ctx is None:
+        return document
+    return document[windows[:, None] * n_ctx + np.arange(n_ctx)].ravel()
 
 
 def clustered_mean(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, ModelConfig, resolve
+from tapernorm.config import Config, ConfigError, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
 from tapernorm.gate import GateSchedule
-from tapernorm.hf import is_hub_form, open_pretrained
+from tapernorm.hf import Pretrained, is_hub_form, open_pretrained
 from tapernorm.model import Decoder
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.tokenizer import GPT2_VOCAB, Tokenizer, build_tokenizer
 
 # Keys that decide which function the weights are of; n_ctx does where positions are learned.
 SAME_FUNCTION = (
@@ -30,6 +32,7 @@ SAME_FUNCTION = (
     "norm_eps",
 )
 FRESH = (".c", "taper_weight")  # endings of what calibration will set
+GPT2_SIZES = {(12, 768): "gpt2", (24, 1024): "gpt2_medium", (36, 1280): "gpt2_large", (48, 1600): "gpt2_xl"}
 
 
 def check(config: Config) -> None:
@@ -55,6 +58,41 @@ def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:
     if "position_embed.weight" in weights:  # a shorter context has the first positions
         weights["position_embed.weight"] = weights["position_embed.weight"][: config.model.n_ctx]
     _load(model, weights, where)
+
+
+def load_foreign(where: str, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
+    """A model in Hugging Face form as it is, with a configuration that says so and its tokenizer.
+
+    Raises ConfigError, one line, for what cannot be read and where the tokenizer is not known.
+    """
+    try:
+        source = open_pretrained(where)
+        shape = source.architecture
+        size = (shape["n_layer"], shape["d_model"])
+        name = GPT2_SIZES.get(size, Path(where).name) if source.family == "gpt2" else Path(where).name
+        config = resolve(Config(model=ModelConfig(name=name, init=where, **shape), norm=StandardNormConfig()))
+        tokenizer = _tokenizer_of(source)
+        model = Decoder(config.model, config.norm)
+        _load(model, source.weights(), where)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.init=", "checkpoint=")) from None
+    kind = TokenizerConfig(kind="gpt2" if tokenizer.name == "gpt2" else "bpe")
+    return model.to(device), dataclasses.replace(config, tokenizer=kind), tokenizer
+
+
+def _tokenizer_of(source: Pretrained) -> Tokenizer:
+    """The one beside the weights, if its form can be read; else GPT-2's, if the vocabulary has its size."""
+    vocab_size, beside = source.architecture["vocab_size"], source.directory / "tiktoken"
+    tokenizer = Tokenizer.load(beside) if beside.is_dir() else Tokenizer.from_fast(source.directory / "tokenizer.json")
+    if tokenizer is None and source.family == "gpt2" and vocab_size == GPT2_VOCAB:
+        tokenizer = build_tokenizer(TokenizerConfig(kind="gpt2"), None)
+    if tokenizer is None or tokenizer.n_vocab != vocab_size:
+        what = "no tokenizer.json" if tokenizer is None else f"a tokenizer of {tokenizer.n_vocab} ids"
+        raise ConfigError(
+            f"model.init={source.where}: it has {what} of a byte-level BPE with {vocab_size} ids; evaluate GPT-2 or a "
+            "directory that scripts/export_hf.py wrote"
+        )
+    return tokenizer
 
 
 def _foreign(where: str, config: Config) -> dict[str, Tensor]:

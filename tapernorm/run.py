@@ -30,7 +30,7 @@ from tapernorm.config import (
     ConfigError,
     all_keys,
     build,
-    fields_of,
+    class_of,
     leaves,
     resolve,
     to_dict,
@@ -387,7 +387,7 @@ def check_keys(composed: Tree) -> None:
     known = [key for key, _ in all_keys()]
     for section in ("norm", "dataset"):  # of the chosen kind alone
         known = [key for key in known if not key.startswith(f"{section}.")]
-        known += [f"{section}.{name}" for name, _ in fields_of(section, composed)]
+        known += [key for key, _ in all_keys(class_of(section, composed), f"{section}.")]
     for key, value in leaves(composed):
         if key not in known:
             raise ConfigError(unknown_key(key, known))

@@ -25,6 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_VOCAB = 50257
 RANKS_FILE = "tokenizer.tiktoken"
 META_FILE = "tokenizer.json"
 # Texts that two implementations of a tokenizer must agree on.
@@ -125,6 +126,26 @@ class Tokenizer:
             ids = self.encode(text)
             same = same and fast.encode(text).ids == ids and fast.decode(ids) == text
         return fast if same else None
+
+    @classmethod
+    def from_fast(cls, file: Path) -> Tokenizer | None:
+        """The tokenizer of a tokenizer.json of the tokenizers library, GPT-2's or one that `to_fast` made.
+
+        None if there is no such file, or its ids for some of PROBES are others.
+        """
+        from tokenizers import Tokenizer as Fast
+
+        try:
+            vocabulary = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+            to_byte = _byte_of_character()
+            words = {word: rank for word, rank in vocabulary.items() if word != END_OF_TEXT}
+            ranks = {bytes(to_byte[char] for char in word): rank for word, rank in words.items()}
+            tokenizer = cls("gpt2" if len(ranks) == GPT2_VOCAB - 1 else "exported", ranks)
+            fast = Fast.from_file(str(file))
+        except Exception:  # the library raises plain Exceptions
+            return None
+        same = fast.token_to_id(END_OF_TEXT) == tokenizer.eot
+        return tokenizer if same and all(fast.encode(text).ids == tokenizer.encode(text) for text in PROBES) else None
 
     def save(self, directory: str | Path) -> None:
         """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""

@@ -86,11 +86,10 @@ class TrainingRun:
             family=model_config.norm_family,
             eps=model_config.norm_eps,
         )
-        self.batches = Batches(data.train.tokens, model_config.n_ctx, trainer.batch_size, config.seed)
-        self.val_batch = validation_windows(data.valid.tokens, model_config.n_ctx, trainer.val_tokens)
-        inputs, targets = validation_windows(
-            data.valid.tokens, model_config.n_ctx, trainer.probe_size * model_config.n_ctx
-        )
+        n_ctx, valid = model_config.n_ctx, data.valid.windows(model_config.n_ctx)
+        self.batches = Batches(data.train.tokens, n_ctx, trainer.batch_size, config.seed, data.train.windows(n_ctx))
+        self.val_batch = validation_windows(data.valid.tokens, n_ctx, trainer.val_tokens, valid)
+        inputs, targets = validation_windows(data.valid.tokens, n_ctx, trainer.probe_size * n_ctx, valid)
         self.probe_batch = inputs.to(device), targets.to(device)
         # Steps that deserve every measurement: the first, the end of each phase, the last.
         self.landmarks = {1, self.schedule.k_warmup, first_tapered, trainer.max_steps} - {None, 0}

@@ -14,8 +14,10 @@ from tapernorm.config import (
     Config,
     ConfigError,
     DatasetConfig,
+    EvaluateConfig,
     NormConfig,
     TextDatasetConfig,
+    ToyDatasetConfig,
     all_keys,
     all_sites,
     build,
@@ -23,6 +25,7 @@ from tapernorm.config import (
     resolve,
     select_sites,
     to_dict,
+    validate,
 )
 from tapernorm.gate import GateSchedule
 
@@ -30,9 +33,10 @@ CHOICES = sorted(
     (group.name, str(file.relative_to(group).with_suffix("")))
     for group in cli.CONFIGS.iterdir()
     for file in group.rglob("*.yaml")
+    if group.name != "suite"
 )
 EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
-REQUIRED = {"text": ["dataset.train=stories.txt"]}
+REQUIRED = {"text": ["dataset.train=stories.txt"], "hub": ["dataset.path=owner/name"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +46,8 @@ def hydra_is_ready():
         yield
 
 
-def composed(*overrides: str) -> dict:
-    return cli.plain(compose("train", list(overrides)))
+def composed(*overrides: str, program: str = "train") -> dict:
+    return cli.plain(compose(program, list(overrides)))
 
 
 # ----------------------------------------------------------------------------------------------------------- YAML files
@@ -58,6 +62,27 @@ def test_every_choice_composes_and_validates(group, choice):
         assert section.kind == choice
     if group in ("norm", "model", "dataset"):
         assert section.name == choice
+
+
+@pytest.mark.parametrize("suite", [file.stem for file in cli.CONFIGS.glob("suite/*.yaml")])
+def test_every_suite_composes_and_validates(suite):
+    config = validate(composed("checkpoint=x", f"suite={suite}", program="evaluate"), EvaluateConfig)
+    assert {dataset.name for dataset in config.suite.values()} == set(config.suite)
+
+
+def test_a_suites_filter_follows_its_data_sets():
+    given = ["checkpoint=x", "suite=gpt2", "suite.openwebtext.max_stories=7", "dataset@suite.pile=toy"]
+    suite = validate(composed(*given, program="evaluate"), EvaluateConfig).suite
+    assert suite["pile_filtered"].source == suite["pile"] == ToyDatasetConfig()
+    assert suite["pile_filtered"].reference == suite["openwebtext"] and suite["openwebtext"].max_stories == 7
+
+
+def test_the_longest_recipe_stays_within_an_epoch():
+    """800 steps of 0.52 million tokens; a document of OpenWebText has 9.04e9 / 8.01e6 GPT-2 tokens."""
+    dataset = build(composed("dataset=openwebtext")).dataset
+    assert 800 * 524_288 < dataset.max_stories * 9.04e9 / 8.01e6 < 2 * 800 * 524_288
+    pile = build(composed("dataset=pile_filtered", "dataset.source.max_stories=9")).dataset
+    assert pile.reference == dataset and pile.source.max_stories == 9 and pile.vocab_size == 50257
 
 
 def test_files_list_only_what_differs():
@@ -77,7 +102,8 @@ def test_every_key_takes_a_plain_override(kind):
     cls = {cls.__name__: cls for cls in typing.get_args(NormConfig) + typing.get_args(DatasetConfig)}[kind]
     section = "dataset" if "Dataset" in kind else "norm"
     name = str(cls.__pydantic_fields__["kind"].default)
-    choice = {"standard": "baseline", "taper": "all_taper", "fake": "fake_ln"}.get(name, name)
+    choices = {"standard": "baseline", "taper": "all_taper", "fake": "fake_ln", "filtered": "pile_filtered"}
+    choice = choices.get(name, name)
     tree = composed(f"{section}={choice}")
     assert list(tree[section]) == [field.name for field in dataclasses.fields(cls)]
     given = [
@@ -305,7 +331,20 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
     assert found["run_dir"] == str(tmp_path.parent / "elsewhere")
     hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "openai-community/gpt2"}}
     assert cli.absolute_paths(hub, tmp_path) == hub
+    suites = {
+        "suite": {"web": {"kind": "hub", "path": "stories"}, "files": {"train": "a.txt", "valid": ["b.txt"]}},
+        "dataset": {"kind": "filtered", "source": {"path": "stories"}, "reference": {"path": "owner/name"}},
+    }
+    found = cli.absolute_paths(suites, tmp_path)
+    assert found["suite"]["web"]["path"] == found["dataset"]["source"]["path"] == str(tmp_path / "stories")
+    assert found["suite"]["files"] == {"train": str(tmp_path / "a.txt"), "valid": [str(tmp_path / "b.txt")]}
+    assert found["dataset"]["reference"]["path"] == "owner/name"
     (tmp_path / "runs" / "x").mkdir(parents=True)
+    models = {"checkpoint": ["openai-community/gpt2", "runs/none", "none"], "baseline": "owner/name"}
+    assert cli.absolute_paths(models, tmp_path) == {
+        "checkpoint": ["openai-community/gpt2", str(tmp_path / "runs/none"), str(tmp_path / "none")],
+        "baseline": "owner/name",
+    }
     found = cli.absolute_paths({"model": {"init": "runs/x"}}, tmp_path)
     assert found == {"model": {"init": str(Path(tmp_path, "runs/x"))}}
 

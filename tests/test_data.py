@@ -26,6 +26,7 @@ from tapernorm.tokenizer import Tokenizer
 SHARED = Path(__file__).parents[1] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 SEPARATOR = "<|endoftext|>"
+TINYSTORIES = {"kind": "hub", "path": "roneneldan/TinyStories"}
 
 
 def config_for(cache: Path, dataset: dict[str, Any] | None = None, tokenizer: dict[str, Any] | None = None) -> Config:
@@ -70,7 +71,7 @@ def test_the_same_request_is_reused_and_a_change_is_not(tmp_path: Path) -> None:
     first = prepare(config_for(tmp_path), said.append)
     again = prepare(config_for(tmp_path), said.append)
     assert first.train.path == again.train.path and first.report == again.report
-    assert ["prepared" in line for line in said] == [True, False] and "reused 60 stories" in said[1]
+    assert ["prepared" in line for line in said] == [True, False] and "reused 60 documents" in said[1]
     changes: list[dict[str, Any]] = [
         {"dataset": {"kind": "toy", "stories": 61, "valid_stories": 20}},
         {"dataset": {"kind": "toy", "stories": 60, "valid_stories": 20, "seed": 1}},
@@ -203,7 +204,7 @@ def test_long_preparations_show_their_progress(
     prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)), said.append)
     assert capsys.readouterr().out == ""
     assert len([line for line in said if "so far" in line]) == (2 if style == "lines" else 0)
-    assert "prepared 60 stories" in said[-1]
+    assert "prepared 60 documents" in said[-1]
 
 
 def test_P23_the_type_follows_the_vocabulary(tmp_path: Path) -> None:
@@ -381,7 +382,7 @@ def test_byte_order_marks(tmp_path: Path) -> None:
 
 def test_empty_training_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ConfigError, match=r"dataset\.train=.*no story"):
+    with pytest.raises(ConfigError, match=r"dataset\.train=.*no document"):
         prepare(text_config(tmp_path / "c", tmp_path / "empty.txt"), lambda line: None)
 
 
@@ -395,7 +396,7 @@ def test_P17_tinystories_from_a_local_folder(tmp_path: Path, suffix: str, monkey
     write_any(folder / f"validation-00000-of-00001-ef{suffix}", ["five"])
     write_any(folder / "TinyStories-train.txt", ["one", "two", "three", "four"])
     write_any(folder / "TinyStories-valid.txt", ["five"])
-    dataset: dict[str, Any] = {"kind": "tinystories", "path": str(tmp_path / "copy")}
+    dataset: dict[str, Any] = {"kind": "hub", "path": str(tmp_path / "copy")}
     prepared = prepare(config_for(tmp_path / "c", dataset), lambda line: None)
     assert sorted(stories_of(prepared.train, prepared.tokenizer)) == ["four", "one", "three", "two"]
     assert stories_of(prepared.valid, prepared.tokenizer) == ["five"]
@@ -404,9 +405,14 @@ def test_P17_tinystories_from_a_local_folder(tmp_path: Path, suffix: str, monkey
 
 
 def test_P17_an_unusable_folder_is_described(tmp_path: Path) -> None:
-    for path, message in ((tmp_path / "none", "there is no folder"), (tmp_path, "needs files named")):
+    (tmp_path / "notes.md").write_text("no text")
+    for path, message in (
+        (tmp_path / "none", "there is no file or folder"),
+        (tmp_path, r"needs files named .*; the folder has notes\.md"),
+        (tmp_path / "notes.md", r"is none of \.parquet"),
+    ):
         with pytest.raises(ConfigError, match=rf"dataset\.path={path}.*{message}"):
-            prepare(config_for(tmp_path / "c", {"kind": "tinystories", "path": str(path)}), lambda line: None)
+            prepare(config_for(tmp_path / "c", {"kind": "hub", "path": str(path)}), lambda line: None)
 
 
 @pytest.fixture
@@ -429,7 +435,7 @@ def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.timeout(30)
 def test_P17_without_hub_and_cache_one_line_names_the_way_out(tmp_path: Path, offline_hub: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(config_for(tmp_path / "c", {"kind": "tinystories"}), lambda line: None)
+        prepare(config_for(tmp_path / "c", TINYSTORIES), lambda line: None)
     message = str(caught.value)
     assert all(hint in message for hint in ("roneneldan/TinyStories", str(offline_hub), "dataset.path=<folder>"))
     assert "\n" not in message
@@ -452,7 +458,7 @@ def test_P17_without_hub_the_copy_of_the_datasets_library_is_read(tmp_path: Path
     info = json.loads((copy / "dataset_info.json").read_text())
     info |= {"config_name": "default", "dataset_name": "tiny_stories"}
     (copy / "dataset_info.json").write_text(json.dumps(info))
-    prepared = prepare(config_for(tmp_path / "c", {"kind": "tinystories"}), lambda line: None)
+    prepared = prepare(config_for(tmp_path / "c", TINYSTORIES), lambda line: None)
     assert both_splits(prepared) == ["one", "two", "three"]
     assert prepared.report["train"]["dropped_empty"] == 1
 

@@ -240,7 +240,7 @@ def test_faults_of_other_text(byte_run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     for name, message in {
         "short.txt": "the validation split has 4 tokens, one window needs",
-        "empty.txt": r"dataset text: there is no story to evaluate on \(2 empty",
+        "empty.txt": r"dataset text: there is no document to evaluate on \(2 empty",
         "none.txt": r"dataset\.valid=.*none\.txt: no such file",
     }.items():
         with pytest.raises(ConfigError, match=message):
