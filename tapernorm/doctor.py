@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from tapernorm import __version__, git_revision
 
@@ -96,7 +98,28 @@ def check_python(options: Options) -> Iterator[Finding]:
     else:
         yield ok("python", where)
     revision = git_revision() or "not a git checkout"
-    yield ok("tapernorm", f"{__version__}, {revision}, in {ROOT}")
+    text = f"{__version__}, {revision}, in {ROOT}"
+    other = installed_root()
+    if ROOT in [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]:
+        yield ok("tapernorm", f"{text}, by PYTHONPATH")
+    elif other is None:
+        yield warning("tapernorm", f"{text}, not installed, so only train.py and evaluate.py find it", INSTALL)
+    elif other != ROOT:
+        yield warning("tapernorm", f"{text}; but the installed one, which scripts/ use, is in {other}", INSTALL)
+    else:
+        yield ok("tapernorm", text)
+
+
+def installed_root() -> Path | None:
+    """The directory that holds the installed tapernorm; of an editable installation, its source tree."""
+    try:
+        found = metadata.distribution("tapernorm")
+    except metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        return Path(url2pathname(urlsplit(origin["url"]).path)).resolve()
+    return Path(str(found.locate_file(""))).resolve()
 
 
 def check_packages(options: Options) -> Iterator[Finding]:
@@ -498,7 +521,7 @@ def self_test(folder: Path) -> None:
 
     def run(name: str, start: Path | None = None) -> tuple[Path, dict[str, Any]]:
         directory = folder / name
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         summary = train(config, directory, start, say=lambda line: None)
         return checkpoint.path_at(directory, config.trainer.max_steps), summary
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +133,16 @@ def test_ranges_of_versions() -> None:
     assert doctor.EXTRAS.keys() <= extras.keys()
 
 
+def test_which_tapernorm_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}")
+    assert marks(doctor.check_python)[1].startswith("ok       tapernorm: ")
+    monkeypatch.delenv("PYTHONPATH")
+    for other, mark in ((ROOT, "ok"), (None, "warning"), (tmp_path, "warning")):
+        monkeypatch.setattr(doctor, "installed_root", lambda other=other: other)
+        line = marks(doctor.check_python)[1]
+        assert line.startswith(f"{mark:<8} tapernorm: ") and (other != tmp_path or str(tmp_path) in line)
+
+
 def test_packages_that_are_missing_or_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["numpy>=99", "there-is-no-such-package>=1", "torch>=2"]
     monkeypatch.setattr(doctor, "requirements", lambda: (">=3.11", needed, {"joblib": ["numpy<1"]}))
@@ -168,17 +179,20 @@ def test_storage_that_cannot_be_used_is_a_problem_and_a_full_one_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    first, second, third = marks(
-        doctor.check_storage, runs_dir=str(tmp_path / "file" / "runs"), cache_dir=str(tmp_path / "new")
-    )
-    assert first.startswith("problem  runs_dir: ") and "runs_dir=..." in first
-    assert (
-        second.startswith("ok       cache_dir: ") and "(will be made)" in second and third.startswith("ok       temp")
-    )
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 1000))
-    assert all(line.startswith("warning ") for line in marks(doctor.check_storage)[1:])
-    monkeypatch.setattr(os, "fsync", lambda handle: os.strerror(5) and (_ for _ in ()).throw(OSError(5, "no fsync")))
-    assert all(line.startswith("problem ") and "no fsync" in line for line in marks(doctor.check_storage))
+    options = {"runs_dir": str(tmp_path / "file" / "runs"), "cache_dir": str(tmp_path / "new")}
+    runs, cache, temp = marks(doctor.check_storage, **options)
+    assert runs.startswith("problem  runs_dir: ") and "choose another one with runs_dir=..." in runs
+    assert cache.startswith("ok       cache_dir: ") and "(will be made)" in cache and temp.startswith("ok       temp: ")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    runs, cache, temp = marks(doctor.check_storage, **options)
+    assert cache.startswith("warning  cache_dir: ") and "0.0 GiB free" in cache and "make room" in cache
+
+    def no_fsync(handle: int) -> None:
+        raise OSError(5, "no fsync")
+
+    monkeypatch.setattr(os, "fsync", no_fsync)
+    runs, cache, temp = marks(doctor.check_storage, **options)
+    assert cache.startswith("problem  cache_dir: ") and "cannot be used: no fsync" in cache
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
