@@ -359,10 +359,10 @@ def check_device(options: Options) -> Iterator[Finding]:
 
     device = pick_device("auto")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found = f"{len(names)} CUDA devices ({', '.join(names)})" if names else "no CUDA device"
+    found = f"{len(names)} CUDA {torch.version.cuda} devices ({', '.join(names)})" if names else "no CUDA device"
     works = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16) if computes(device, dtype)]
     dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
-    text = f"{found}; auto is {device} in {dtype}; beside float32 {' and '.join(works) or 'nothing'} computes there"
+    text = f"{found}; auto is {device} in {dtype}; supported there: {', '.join(['float32', *works])}"
     if device.type != "cuda" and shutil.which("nvidia-smi"):
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         remedy = "see CUDA_VISIBLE_DEVICES and nvidia-smi, or install torch for your driver from pytorch.org"

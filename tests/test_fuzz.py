@@ -1,4 +1,4 @@
-"""Whatever is asked for happens, or is refused in one line that names what to change: random, but the same each time."""
+"""Whatever is asked for happens, or is refused in one line that names what to change: drawn, but the same each time."""
 
 from __future__ import annotations
 
