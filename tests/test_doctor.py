@@ -256,6 +256,9 @@ def test_a_failing_self_test_is_a_problem_and_a_slow_one_a_warning(monkeypatch: 
 def test_the_self_test_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tapernorm import fold, trainer
 
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a CPU a resumed run is exact
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     doctor.self_test(tmp_path / "fine")
     with monkeypatch.context() as patch:
         patch.setattr(fold, "fold", lambda model: type(model)(model.config, model.norm_config).double())
