@@ -15,6 +15,7 @@ import glob
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -247,11 +249,20 @@ def read_training(path: Path) -> dict[str, Any]:
     """Optimizer state, averages and counters; never executes code. Raises ConfigError for a folded checkpoint."""
     if not (path / "training.pt").is_file():
         raise ConfigError(f"checkpoint {path}: it is folded and has no training state; resume the run it comes from")
-    return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"checkpoint {path}: training.pt is not what was saved, so it is not opened: {reason}"
+        ) from None
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "model.safetensors")
+    try:
+        return load_file(path / "model.safetensors")
+    except SafetensorError as error:
+        raise ConfigError(f"checkpoint {path}: model.safetensors cannot be read ({error})") from None
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -104,6 +106,8 @@ def launch(
         rest = [sweep.left_to_jobs(argument) for argument in sys.argv[1:] if argument not in multirun]
         sys.argv[1:] = ["--multirun", *rest]
     status = 0
+    with faults.in_one_line(schema):
+        check_replayed(sys.argv)
     try:
         # With HYDRA_FULL_ERROR Hydra hands its exceptions over instead of printing them.
         with (
@@ -126,6 +130,47 @@ def launch(
             failed, status = True, 130
     if status or failed:
         raise SystemExit(status or 1)
+
+
+def check_replayed(argv: Sequence[str]) -> None:
+    """Refuse a configuration from elsewhere (--config-path) that could do more than set this program's keys.
+
+    Hydra imports and calls what `hydra.callbacks`, `hydra.launcher` or logging settings name, sets the environment by
+    `hydra.job.env_set`, and interpolations such as ${oc.env:...} copy what is secret into a run's files. A saved
+    .hydra/config.yaml holds none of these and no defaults list, so a run directory from somebody else is only data. The
+    command line and --config-dir are the user's own. Raises ConfigError, one line, before Hydra reads anything.
+    """
+    given = get_args_parser().parse_args(argv[1:])
+    if given.experimental_rerun is not None:
+        raise ConfigError("--experimental-rerun opens a pickle, which can execute code; use --config-path RUN/.hydra")
+    directory = CONFIGS if given.config_path is None else Path(argv[0]).resolve().parent / given.config_path
+    if not directory.is_dir():  # Hydra would also look into packages, and import them
+        raise ConfigError(f"--config-path {given.config_path}: no such directory ({directory})")
+    name = given.config_name
+    files = [directory / f"{name.removesuffix('.yaml')}.yaml"] if name else sorted(directory.glob("*.yaml"))
+    if directory.resolve() == CONFIGS and all(file.resolve().is_relative_to(CONFIGS) for file in files):
+        return
+    groups = {"hydra"} | {re.split("[@=]", override.lstrip("+~"))[0].strip("/") for override in given.overrides}
+    if found := sorted(name for name in groups if name and (directory / name).is_dir()):
+        raise ConfigError(f"{directory / found[0]}: a configuration that is replayed has no groups; see --config-dir")
+    for file in files:
+        _check_saved(file)
+
+
+def _check_saved(file: Path) -> None:
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+    except FileNotFoundError:
+        return  # Hydra has the words for it
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    for what in ("hydra", "defaults"):
+        if isinstance(tree, dict) and what in tree:
+            raise ConfigError(f"{file} has a section '{what}', which can start programs; a saved one has none")
+    for what in ("@package", "${"):
+        if what in text:
+            raise ConfigError(f"{file} contains '{what}', which a saved configuration does not; take it out")
 
 
 def train(tree: DictConfig) -> float | None:

@@ -24,8 +24,10 @@ from tapernorm.config import ConfigError, TokenizerConfig
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_VOCAB = 50257
+GPT2_URLS = tuple(
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
+)
 RANKS_FILE = "tokenizer.tiktoken"
 META_FILE = "tokenizer.json"
 # Texts that two implementations of a tokenizer must agree on.
@@ -239,19 +241,23 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
+def gpt2_cache() -> tuple[Path, bool]:
+    """tiktoken's cache directory, and whether GPT-2's files are in it."""
+    chosen = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
+    cache = Path(tempfile.gettempdir(), "data-gym-cache") if chosen is None else Path(chosen)
+    return cache, all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in GPT2_URLS)
+
+
 def _stock_gpt2_ranks() -> dict[bytes, int]:
     """GPT-2's ranks from tiktoken's cache, or downloaded into it."""
     import requests
     import tiktoken
 
-    # tiktoken downloads without a time limit; asking first, with one, keeps a blocked network from hanging the run
-    user_cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
-    cache = Path(tempfile.gettempdir(), "data-gym-cache") if user_cache is None else Path(user_cache)
-    urls = [GPT2_FILES + name for name in ("vocab.bpe", "encoder.json")]
-    cached = all((cache / hashlib.sha1(url.encode()).hexdigest()).is_file() for url in urls)
+    cache, cached = gpt2_cache()
     try:
         if not cached:
-            requests.head(urls[0], timeout=10).raise_for_status()
+            # tiktoken downloads without a time limit; asking first, with one, keeps a blocked network from hanging us
+            requests.head(GPT2_URLS[0], timeout=10).raise_for_status()
         return dict(tiktoken.get_encoding("gpt2")._mergeable_ranks)
     except Exception as error:  # whatever the network, the proxy or the cache raise, the way out is the same
         raise ConfigError(

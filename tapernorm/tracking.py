@@ -63,6 +63,7 @@ METRICS: dict[str, str] = {
     "nonfinite/count": "NaN and infinite values logged so far; absent while there are none",
 }
 
+QUIET: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}  # of wandb.Settings
 # What W&B's summary keeps of a metric where that is not its last value.
 SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean"}
 
@@ -197,9 +198,7 @@ class Tracker:
 
     def _start_wandb(self, directory: Path, config: dict[str, Any], tracking: TrackingConfig, name: str) -> Any:
         """The W&B run, or None if disabled or impossible."""
-        mode: str = tracking.wandb
-        if mode == "auto":
-            mode = os.environ.get("WANDB_MODE") or "auto"
+        mode = wanted_mode(tracking)
         if mode == "disabled":
             return None
         if mode not in ("auto", "online", "run", "offline", "dryrun"):
@@ -234,9 +233,8 @@ class Tracker:
         """wandb.init online if wanted and possible, else offline."""
         import wandb  # takes half a second, so only where it is used
 
-        quiet: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}
         arguments["settings"] = wandb.Settings(
-            **quiet,
+            **QUIET,
             disable_git=True,
             disable_code=True,
             save_code=False,
@@ -244,7 +242,7 @@ class Tracker:
             finish_timeout=60,  # what is not uploaded by then stays in the run's directory, for `wandb sync`
         )
         # For the whole process, before anything else: a later login would print, and ask for a key on a terminal.
-        wandb.setup(wandb.Settings(**quiet))
+        wandb.setup(wandb.Settings(**QUIET))
         if mode not in ("offline", "dryrun"):
             reason = ""
             try:
@@ -257,7 +255,7 @@ class Tracker:
             except Exception as error:
                 reason = _first_line(error)
                 wandb.teardown()  # else the id stays in use by the attempt that failed
-                wandb.setup(wandb.Settings(**quiet))
+                wandb.setup(wandb.Settings(**QUIET))
             expected = mode == "auto" and not reason  # auto means: offline without a key
             reason = reason or "no API key"
             if tracking.strict and not expected:
@@ -269,6 +267,22 @@ class Tracker:
         config = {key: {"value": value} for key, value in arguments["config"].items()}
         (Path(run.dir) / "config.yaml").write_text(json.dumps(config, indent=2) + "\n")
         return run
+
+
+def wanted_mode(tracking: TrackingConfig) -> str:
+    """tracking.wandb; where that is 'auto', WANDB_MODE, if it is set."""
+    return os.environ.get("WANDB_MODE") or "auto" if tracking.wandb == "auto" else tracking.wandb
+
+
+def account() -> tuple[bool, str]:
+    """Whether W&B has an API key, and its server's address; asks nobody and prints nothing."""
+    import wandb
+
+    server = wandb.setup(wandb.Settings(**QUIET)).settings.base_url
+    try:
+        return wandb.login(prompt=False, verify=False), server
+    finally:
+        wandb.teardown()
 
 
 def _define_metrics(run: Any) -> None:
