@@ -102,6 +102,6 @@ def _not_in_choice(key: str) -> str:
     kinds = [
         str(cls.__pydantic_fields__["kind"].default)
         for cls in typing.get_args(variants.get(section))
-        if name in {field.name for field in dataclasses.fields(cls)}
+        if name.partition(".")[0] in {field.name for field in dataclasses.fields(cls)}
     ]
     return f"the chosen {section} has no key '{key}'; the kinds {', '.join(kinds)} have it"

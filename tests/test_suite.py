@@ -211,6 +211,9 @@ def test_the_command_takes_a_suite_with_local_folders(
     for arguments, message in {
         ("suite=gpt3",): "did you mean suite=gpt2?",
         ("suite=gpt2", "suite.pile.pth=x"): "did you mean 'suite.pile.path'?",
+        ("dataset=toy", "dataset.reference.path=x"): "no key 'dataset.reference.path'; the kinds filtered have it",
+        ("dataset=pile_filtered", "dataset.reference.pth=x"): "did you mean 'dataset.reference.path'?",
+        ("dataset=pile_filtered", "dataset.path=x"): "no key 'dataset.path'; the kinds hub have it",
         ("suite=gpt2", "dataset@suite.pile=text"): "suite.pile.valid is missing: name the text to evaluate on",
         ("suite=gpt2", "suite.pile.held_out=2"): "suite.pile.held_out=2: input should be less than 1",
     }.items():
