@@ -375,6 +375,8 @@ def check_device(options: Options) -> Iterator[Finding]:
     threads, available = torch.get_num_threads(), cores()
     chosen = os.environ.get("OMP_NUM_THREADS", "not set")
     text = f"{threads} threads (OMP_NUM_THREADS {chosen}), {available:g} of {os.cpu_count()} cores to use"
+    if hasattr(os, "getloadavg"):
+        text += f", load {os.getloadavg()[0]:.1f}"
     if threads > max(available, 1):
         yield warning("threads", text, f"more threads than cores are slow: OMP_NUM_THREADS={max(int(available), 1)}")
     else:
@@ -404,13 +406,14 @@ def check_compile(options: Options) -> Iterator[Finding]:
     """Only trainer.compile and the benchmarks need it, so what fails here is a warning."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        own["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # which pays from the second kernel on
         code, _, said = in_child(COMPILING, seconds=COMPILE_SECONDS, **own)
     remedy = "trainer.compile=false, the default, does without"
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if code == 0:
         yield ok("torch.compile", "works")
     elif code is None:
-        yield warning("torch.compile", f"is not done within {COMPILE_SECONDS:.0f} s", remedy)
+        yield warning("torch.compile", f"is not done within {COMPILE_SECONDS:.0f} s; is the machine busy?", remedy)
     elif compiler is None or not shutil.which(compiler.split()[0]):
         missing = f"CXX={compiler}" if compiler else "g++ or clang++"
         yield warning("torch.compile", f"finds no C++ compiler ({missing})", f"install one, or {remedy}")
