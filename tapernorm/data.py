@@ -9,6 +9,7 @@ the same request finds it again and any change makes a new one. Everything strea
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import glob
 import hashlib
@@ -181,7 +182,12 @@ def _from_cache(
         if fault:
             say(f"dataset {name}: {entry} is damaged ({fault}); preparing it again")
         started = time.monotonic()
-        _make_entry(entry, fill)
+        try:
+            _make_entry(entry, fill)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
         prepared, fault = _open_entry(entry, read)
         if prepared is None:
             raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
@@ -307,7 +313,7 @@ def _encode_split(
         for batch in _batches_of(stories, 1024, 1_000_000):
             encoded = tokenizer.encode_batch(batch, threads)
             ids = np.array(list(itertools.chain.from_iterable(part + eot for part in encoded)), dtype=dtype)
-            ids.tofile(file)
+            file.write(ids.tobytes())  # tofile() would not say why a write failed
             report["documents"] += len(batch)
             report["tokens"] += len(ids)
             report["bytes"] += sum(len(story.encode()) for story in batch)

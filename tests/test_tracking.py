@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from tapernorm.config import ConfigError, TrackingConfig
-from tapernorm.tracking import METRICS, METRICS_FILE, Progress, Tracker, read_metrics
+from tapernorm.tracking import METRICS, METRICS_FILE, Mirror, Progress, Tracker, read_metrics
 
 REPO = Path(__file__).parents[1]
 DISABLED = TrackingConfig(wandb="disabled")
@@ -132,7 +132,7 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
     assert second == line(2, {"train/loss": None, "grad/norm": None, "gate/g": 1.0, "nonfinite/count": 2})
     assert (third["nonfinite/count"], fourth["nonfinite/count"]) == (3, 3)
     assert len(said) == 1 and "train/loss is nan at step 2" in said[0]
-    assert state == {"wandb_id": None, "nonfinite": 3}
+    assert state == {"wandb_id": None, "nonfinite": 3, "row": fourth}
 
     with make_tracker(tmp_path, said, resume_step=4, state=state) as resumed:
         resumed.log(5, {"train/loss": math.nan})
@@ -141,7 +141,7 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
 
 
 def test_state_is_plain_and_keeps_the_id_while_wandb_is_disabled(tmp_path: Path) -> None:
-    state = {"wandb_id": "abcd1234", "nonfinite": 0}
+    state = {"wandb_id": "abcd1234", "nonfinite": 0, "row": {}}
     with make_tracker(tmp_path, state=state) as tracker:
         assert json.loads(json.dumps(tracker.state())) == state
 
@@ -428,17 +428,22 @@ class BrokenRun:
         return call
 
 
+def mirror_to(tracker: Tracker, run: Any) -> Any:
+    tracker._mirror = Mirror()
+    tracker._mirror.run = run
+    return run
+
+
 def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path) -> None:
     said: list[str] = []
     with make_tracker(tmp_path, said) as tracker:
-        run = tracker._run = BrokenRun()
+        run = mirror_to(tracker, BrokenRun())
         for step in range(1, 4):
             tracker.log(step, {"train/loss": 1.0})
-        assert len(said) == 1 and "W&B failed (service gone); the run goes on" in said[0]
         tracker.finish("finished", {})
         tracker.finish("failed", {})
     assert run.calls == ["log", "finish"]  # closed all the same, and once
-    assert len(said) == 1
+    assert len(said) == 1 and "W&B failed (service gone); the run goes on" in said[0]
     assert len(lines_of(tmp_path)) == 3
 
 
