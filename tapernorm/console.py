@@ -59,7 +59,7 @@ def introduce(run: TrainingRun) -> None:
 def short_of_space(run: TrainingRun) -> str | None:
     """A warning if the checkpoints that the run will keep do not fit on the disk of its directory."""
     trainer, size = run.config.trainer, checkpoints.expected_size(run.model)
-    saves = trainer.max_steps // (trainer.save_interval or 1) + 1
+    saves = math.ceil(trainer.max_steps / (trainer.save_interval or 1))
     most = min(trainer.keep_last + 2, saves)  # beside the last ones: the best, and the one that is being written
     needed = size * (most - len(checkpoints.list_checkpoints(run.directory)))
     free = shutil.disk_usage(run.directory).free

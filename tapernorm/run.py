@@ -292,8 +292,9 @@ def in_words(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return f"{error.filename or 'disk'}: {error.strerror}; make room, then go on from the last checkpoint"
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{text}; make room, then go on from the last checkpoint" if error.errno in DISK_FULL else text
     return f"{type(error).__name__}: {text}"
 
 

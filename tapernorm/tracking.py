@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -129,11 +130,23 @@ class Mirror:
 
 
 def _end_service() -> None:
-    """End W&B's service process, for which the interpreter would wait at its end, for ever if it hangs."""
-    with suppress(Exception):  # its handle is not public
-        from wandb.sdk import wandb_setup
+    """End W&B's service process: the interpreter would wait for it at its end, a later run in this process would use it.
 
-        wandb_setup._singleton._connection._proc._process.kill()  # type: ignore[union-attr]
+    It may hang or be dead already, so nothing is asked of it, as wandb.teardown() would.
+    """
+    with suppress(Exception):  # none of this is public
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib.service import service_token
+
+        connection: Any = wandb_setup._singleton._connection  # type: ignore[union-attr]
+        wandb_setup._singleton = None
+        service_token.clear_service_in_env()
+        connection._proc._process.kill()
+        connection._cleanup()  # the wait at the end
+
+
+def _has_space(directory: Path) -> bool:
+    return not directory.is_dir() or shutil.disk_usage(directory).free > 1 << 16
 
 
 class Tracker:
@@ -154,7 +167,6 @@ class Tracker:
 
     START_SECONDS = 15.0  # to wait for W&B beyond its own limits
     FINISH_SECONDS = 75.0
-    LEAVE_SECONDS = 5.0  # after a second Ctrl-C
 
     def __init__(
         self,
@@ -290,8 +302,10 @@ class Tracker:
         done = False
         try:
             done = self._mirror.wait(seconds)
-        finally:  # Ctrl-C, while it waits
-            if not done:
+            if not _has_space(self._directory / "wandb"):  # its service tells nobody
+                self._mirror.problem = self._mirror.problem or "its disk is full"
+        finally:
+            if self._mirror.problem or not done:  # or it was Ctrl-C
                 _end_service()
             self._tell_problem()
             self._mirror = None
