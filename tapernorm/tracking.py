@@ -130,7 +130,7 @@ class Mirror:
 
 
 def _end_service() -> None:
-    """End W&B's service process: the interpreter would wait for it at its end, a later run in this process would use it.
+    """End W&B's service process, for which the interpreter would wait at its end and which a later run would use.
 
     It may hang or be dead already, so nothing is asked of it, as wandb.teardown() would.
     """

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tapernorm import cli, faults, run, sweep
 from tapernorm.config import resolve
@@ -44,6 +45,9 @@ def test_P04_names_need_no_quoting_and_are_unique():
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[\w.+-]+", name) and len(name) <= sweep.LONGEST_NAME for name in names), names
     assert names[0] == "norm-baseline_seed-1"
+    for name in names:  # a path to one needs no quotes on a command line either
+        override = OverridesParser.create().parse_override(f"checkpoint=runs/sweeps/s/{name}")
+        assert override.value() == f"runs/sweeps/s/{name}"
 
 
 def test_names_leave_out_where_and_how_a_job_runs():
