@@ -393,7 +393,8 @@ def test_P10_joblib_runs_jobs_in_processes(tmp_path):
     """Two jobs train side by side, one cannot; the table comes from the files."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    done = start(tmp_path, "-m", *parallel, "trainer.max_steps=8", "seed=1,2,-1", "sweep.name=s")
+    arguments = ["trainer.max_steps=8", "seed=1,2,-1", "sweep.name=s", "tracking.wandb=offline"]
+    done = start(tmp_path, "-m", *parallel, *arguments)
     out, err = done.communicate()
     assert done.returncode == 1, err
     files = sorted((tmp_path / "runs" / "sweeps" / "s").glob("*/summary.json"))
@@ -401,6 +402,8 @@ def test_P10_joblib_runs_jobs_in_processes(tmp_path):
     assert statuses == {"1": "finished", "2": "finished", "-": "failed"}
     for seed in (1, 2):
         check_complete(next(path.parent for path in files if f"seed-{seed}" in str(path)), 8)
+    mirrored = [path.name.rpartition("-")[2] for path in tmp_path.glob("runs/sweeps/s/*/wandb/offline-run-*")]
+    assert len(mirrored) == len(set(mirrored)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     table = out[out.index(" job ") :]
     assert table.count("finished") == 2 and "seed=-1" in table
