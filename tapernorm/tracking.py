@@ -266,8 +266,9 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and not self._finished:  # at once
-            self._leave_wandb(0)
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._mirror is not None:  # at once
+            _end_service()
+            self._mirror = None
         self.finish("finished" if kind is None else "failed")
 
     def _log_report(self, run: Any) -> None:

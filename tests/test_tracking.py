@@ -482,6 +482,19 @@ def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
     assert [row["step"] for row in lines_of(tmp_path)] == list(range(1, 20))
 
 
+def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with make_tracker(tmp_path) as tracker:
+            mirror_to(tracker, HangingRun("log"))
+            tracker.log(1, {"train/loss": 1.0})
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began < 10 and len(lines_of(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_hanging_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
     monkeypatch.setattr(Tracker, "START_SECONDS", 0.1)
