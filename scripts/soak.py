@@ -3,9 +3,9 @@
 python scripts/soak.py --kills 200 [--seed 0] [--directory soak]
 
 First the undisturbed run. Then the same command with SIGKILL, restarted each time until it finishes: at random moments
-of its whole life, every third time in the midst of a checkpoint's writing, and now and then, with the prepared data
-deleted, in the midst of the preparation. Exit status 0 if the final weights are equal bit for bit and metrics.jsonl has
-each step exactly once with the same numbers, else 1.
+of its whole life, every third time in the midst of a checkpoint's writing, and every tenth time, with the prepared
+data deleted, in the midst of the preparation. Exit status 0 if the final weights are equal bit for bit and metrics.jsonl
+has each step exactly once with the same numbers, else 1.
 """
 
 from __future__ import annotations
@@ -62,24 +62,22 @@ def undisturbed(directory: Path, steps: int) -> float:
     return time.monotonic() - began
 
 
-def kill(process: subprocess.Popen[bytes], directory: Path, seconds: float, saving: bool) -> str | None:
-    """Kill the process after `seconds`, or at the next save after them; where that was, None if it ended before."""
+WORK = {"in a save": "run/checkpoints/.writing-*", "in the preparation": "cache/*.tmp-*"}  # there while it lasts
+
+
+def kill(process: subprocess.Popen[bytes], directory: Path, seconds: float, moment: str | None) -> str | None:
+    """Kill the process after `seconds`, or when then the next of WORK is done; where that was, None if it had ended."""
     end = time.monotonic() + seconds
-    checkpoints = directory / "run" / "checkpoints"
     while process.poll() is None:
-        if time.monotonic() >= end and not (saving and not list(checkpoints.glob(".writing-*"))):
+        if time.monotonic() >= end and (moment is None or any(directory.glob(WORK[moment]))):
             break
-        time.sleep(0.0005 if saving else 0.005)
+        time.sleep(0.0005)
     ended = process.poll() is not None
     process.kill()
     process.wait()
     if ended:
         return None
-    if list(checkpoints.glob(".writing-*")):
-        return "in a save"
-    if not list((directory / "cache").glob("*/report.json")):
-        return "before or in the preparation"
-    return "elsewhere"
+    return next((moment for moment, files in WORK.items() if any(directory.glob(files))), "elsewhere")
 
 
 def last_saved(directory: Path) -> int:
@@ -115,10 +113,14 @@ def soak(directory: Path, kills: int, seed: int, steps: int) -> str | None:
     killed.mkdir()
     done = 0
     while done < kills:
-        if draw.random() < 0.1:  # the key stays the same, so the run goes on with data that is made again
+        moment, seconds = None, draw.uniform(0, 1.1 * whole)
+        if done % 10 == 1:  # the key stays the same, so the run goes on with data that is made again
             shutil.rmtree(killed / "cache", ignore_errors=True)
+            moment, seconds = "in the preparation", 0
+        elif done % 3 == 2:
+            moment = "in a save"
         process = start(killed, steps)
-        where = kill(process, killed, draw.uniform(0, 1.1 * whole), saving=done % 3 == 2)
+        where = kill(process, killed, seconds, moment)
         if where is None:
             if process.returncode:
                 return f"status {process.returncode} instead of a run that goes on; see {killed / 'console.txt'}"

@@ -84,7 +84,7 @@ class Mirror:
         self.run: Any = None
         self.problem: str | None = None
         self.error: Exception | None = None
-        self._calls: queue.Queue[tuple[Callable[[Any], Any], bool]] = queue.Queue(self.WAITING)
+        self._calls: queue.Queue[tuple[Callable[[Any], Any], bool] | None] = queue.Queue(self.WAITING)
         # A daemon, as a call that hangs must not keep the process from ending.
         threading.Thread(target=self._work, name="W&B", daemon=True).start()
 
@@ -104,6 +104,11 @@ class Mirror:
         except queue.Full:
             self.problem = self.problem or "it does not keep up"
 
+    def close(self) -> None:
+        """Let the thread end once it has nothing left to do."""
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+
     def wait(self, seconds: float) -> bool:
         """Wait until every call has been made; False, and a problem, if that takes longer."""
         end = time.monotonic() + seconds
@@ -117,8 +122,8 @@ class Mirror:
         return True
 
     def _work(self) -> None:
-        while True:
-            call, always = self._calls.get()
+        while (item := self._calls.get()) is not None:
+            call, always = item
             try:
                 if self.problem is None or always:
                     call(self.run)
@@ -309,6 +314,7 @@ class Tracker:
             if self._mirror.problem or not done:  # or it was Ctrl-C
                 _end_service()
             self._tell_problem()
+            self._mirror.close()
             self._mirror = None
 
     def _start_wandb(

@@ -175,7 +175,8 @@ def test_soak_kills_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[s
     main = load("soak").main
     assert main(["--kills", "3", "--steps", "60", "--directory", str(tmp_path / "soak")]) == 0
     out = capsys.readouterr().out
-    assert out.count("kill ") == 3 and out.endswith("equal: weights bit for bit, each step exactly once\n")
+    assert out.count("kill ") == 3 and "kill 2 of 3: in the preparation" in out
+    assert out.endswith("equal: weights bit for bit, each step exactly once\n")
     metrics = tmp_path / "soak" / "killed" / "run" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     difference = load("soak").functions["difference"]
