@@ -4,8 +4,8 @@ python scripts/soak.py --kills 200 [--seed 0] [--directory soak]
 
 First the undisturbed run. Then the same command with SIGKILL, restarted each time until it finishes: at random moments
 of its whole life, every third time in the midst of a checkpoint's writing, and every tenth time, with the prepared
-data deleted, in the midst of the preparation. Exit status 0 if the final weights are equal bit for bit and metrics.jsonl
-has each step exactly once with the same numbers, else 1.
+data deleted, in the midst of the preparation. Exit status 0 if the final weights are equal bit for bit and
+metrics.jsonl has each step exactly once with the same numbers, else 1.
 """
 
 from __future__ import annotations
@@ -67,9 +67,14 @@ WORK = {"in a save": "run/checkpoints/.writing-*", "in the preparation": "cache/
 
 def kill(process: subprocess.Popen[bytes], directory: Path, seconds: float, moment: str | None) -> str | None:
     """Kill the process after `seconds`, or when then the next of WORK is done; where that was, None if it had ended."""
+    left = {name: set(directory.glob(files)) for name, files in WORK.items()}  # by earlier kills
+
+    def works(name: str) -> bool:
+        return not left[name].issuperset(directory.glob(WORK[name]))
+
     end = time.monotonic() + seconds
     while process.poll() is None:
-        if time.monotonic() >= end and (moment is None or any(directory.glob(WORK[moment]))):
+        if time.monotonic() >= end and (moment is None or works(moment)):
             break
         time.sleep(0.0005)
     ended = process.poll() is not None
@@ -77,7 +82,7 @@ def kill(process: subprocess.Popen[bytes], directory: Path, seconds: float, mome
     process.wait()
     if ended:
         return None
-    return next((moment for moment, files in WORK.items() if any(directory.glob(files))), "elsewhere")
+    return next(filter(works, WORK), "elsewhere")
 
 
 def last_saved(directory: Path) -> int:
