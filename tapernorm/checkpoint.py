@@ -18,7 +18,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -94,32 +94,68 @@ def as_a_whole(final: Path) -> Iterator[Path]:
         if final.exists():  # unusable, or the run would have gone on from it
             set_aside(final)
         temporary.rename(final)
-    except BaseException:  # a full disk is not to be filled further
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        cause = _of_the_disk(error, temporary, final)
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not to be filled further
+        if cause is not None:
+            raise cause from error
         raise
     sync(root)
+
+
+def _of_the_disk(error: BaseException, temporary: Path, final: Path) -> OSError | None:
+    """The OSError, naming `final`, that made a write fail; None if it was something else.
+
+    torch and safetensors tell a full disk by errors of their own, so writing once more, while what they wrote still
+    fills it, finds out.
+    """
+    if isinstance(error, Exception) and not isinstance(error, OSError):
+        try:
+            (temporary / "probe").write_bytes(bytes(1 << 20))
+        except OSError as cause:
+            error = cause
+    return OSError(error.errno, error.strerror, str(final)) if isinstance(error, OSError) and error.errno else None
 
 
 def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
     """Delete all but the newest `keep_last` checkpoints and the one at `best_step`."""
     for path in list_checkpoints(run_dir)[:-keep_last]:
         if step_of(path) != best_step:
-            shutil.rmtree(path, ignore_errors=True)
+            delete(path)
+
+
+def delete(path: Path) -> None:
+    """Remove a checkpoint; renamed first, so that a kill in the midst leaves nothing that looks like a damaged one."""
+    doomed = path.with_name(f".deleting-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(OSError):  # it has gone already, or may not be touched: no reason to stop a run
+        path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def expected_size(model: torch.nn.Module) -> int:
+    """Bytes of one checkpoint, about: the weights and AdamW's two moments of each of them, all in the model's type."""
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(
+        tensor.numel() * tensor.element_size() * (3 if isinstance(tensor, torch.nn.Parameter) else 1)
+        for tensor in tensors.values()
+    )
 
 
 def clear_after(run_dir: Path, step: int) -> None:
     """Before a run goes on from `step`: delete its later checkpoints, which are about to be made again.
 
-    Damaged ones are set aside instead, for whoever wants to look at them. What killed saves left behind goes too.
+    Damaged ones are set aside instead, for whoever wants to look at them. What killed processes left behind goes too.
     """
-    for leftover in (run_dir / "checkpoints").glob(".writing-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for pattern in (".writing-*", ".deleting-*"):
+        for leftover in (run_dir / "checkpoints").glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
     for path in list_checkpoints(run_dir):
         if step_of(path) > step:
             if fault(path):
                 set_aside(path)
             else:
-                shutil.rmtree(path)
+                delete(path)
 
 
 def set_aside(path: Path) -> None:
@@ -139,10 +175,15 @@ def step_of(path: Path) -> int:
 
 
 def fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, None if it is complete and undamaged."""
+    """What is wrong with a checkpoint directory, None if it is complete and undamaged.
+
+    Raises ConfigError for one of a newer format, which is not to be taken for a damaged one.
+    """
     try:
-        meta = json.loads((path / "meta.json").read_text())
+        meta = read_meta(path)
         files = meta["files"]
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return "meta.json is missing or unreadable"
     for name, expected in files.items():

@@ -1,7 +1,7 @@
 """What the entry points share: Hydra's registration, help, one-line errors, paths, exit codes.
 
 Hydra composes, our code owns directories: Hydra is told to write nothing, and every check comes before the first
-directory. Exit codes: 0 done, 1 a run failed, 2 the configuration or command line is wrong, 130 interrupted.
+directory. docs/running.md has the table of exit codes.
 """
 
 from __future__ import annotations
@@ -113,11 +113,14 @@ def launch(
         with (
             faults.in_one_line(schema),
             env_override({"HYDRA_FULL_ERROR": "1"}),
+            run.stopped_by_signals(),
         ):
             main()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in run.DISK_FULL and not faults.WANTS_TRACEBACKS:
+            faults.stop(run.in_words(error), status=1)
         # A job's own failure never comes here: this is a worker that was killed, a scheduler that refused.
         if sweep.started is None or faults.WANTS_TRACEBACKS:
             raise
@@ -128,6 +131,7 @@ def launch(
             failed = sweep.report()
         except KeyboardInterrupt:  # a second Ctrl-C: the table can be had again by the same command
             failed, status = True, 130
+        _let_go_of_closed_streams()
     if status or failed:
         raise SystemExit(status or 1)
 
@@ -171,6 +175,15 @@ def _check_saved(file: Path) -> None:
     for what in ("@package", "${"):
         if what in text:
             raise ConfigError(f"{file} contains '{what}', which a saved configuration does not; take it out")
+
+
+def _let_go_of_closed_streams() -> None:
+    """Where whoever read along has gone, as `head` does: else Python, when it ends, would make that the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def train(tree: DictConfig) -> float | None:

@@ -594,7 +594,18 @@ def to_dict(config: Any) -> dict[str, Any]:
 def write_yaml(path: Path, data: Any) -> None:
     """Plain data as YAML, keys in their order; the directory is made if it is missing."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_text(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically: a kill or a full disk leaves the file that was there before, or none, but never half of one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,11 +6,14 @@ import math
 import os
 import re
 import shlex
+import shutil
 import time
 from pathlib import Path
 
 import torch
 
+from tapernorm import checkpoint as checkpoints
+from tapernorm.config import write_text
 from tapernorm.device import autocast
 from tapernorm.generate import generate
 from tapernorm.tracking import REPORT_FILE, Progress, clock
@@ -48,7 +51,30 @@ def introduce(run: TrainingRun) -> None:
     elif left:
         say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
     say(f"run directory {run.directory}")
+    if warning := short_of_space(run):
+        say(warning)
     run.progress = Progress(trainer.max_steps, done=run.step, mode=trainer.progress)
+
+
+def short_of_space(run: TrainingRun) -> str | None:
+    """A warning if the checkpoints that the run will keep do not fit on the disk of its directory."""
+    trainer, size = run.config.trainer, checkpoints.expected_size(run.model)
+    saves = math.ceil(trainer.max_steps / (trainer.save_interval or 1))
+    most = min(trainer.keep_last + 2, saves)  # beside the last ones: the best, and the one that is being written
+    needed = size * (most - len(checkpoints.list_checkpoints(run.directory)))
+    free = shutil.disk_usage(run.directory).free
+    if needed <= free:
+        return None
+    return (
+        f"warning: {in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come to "
+        f"{in_units(most * size)}; make room, or lower trainer.keep_last={trainer.keep_last}"
+    )
+
+
+def in_units(n_bytes: float) -> str:
+    """1.25 GB; three digits."""
+    power = min(int(math.log10(max(n_bytes, 1)) // 3), 4)
+    return f"{n_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def trial_step(run: TrainingRun) -> float:
@@ -78,7 +104,10 @@ def conclude(run: TrainingRun) -> None:
             say(f"warning: no samples ({type(error).__name__}: {error})")
             rows = []
         texts = [tokenizer.decode(row) for row in rows]
-        (run.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
+        try:
+            write_text(run.directory / "samples.txt", "\n<|endoftext|>\n".join(texts) + "\n")
+        except OSError as error:
+            say(f"warning: {run.directory / 'samples.txt'} cannot be written: {error.strerror}")
         for number, text in enumerate(texts, 1):
             say(f"sample {number}: {' '.join(text.split())}")
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""

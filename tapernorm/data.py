@@ -10,6 +10,7 @@ table of the ids that its windows may hold.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import glob
 import hashlib
@@ -354,7 +355,12 @@ def _from_cache(
         if fault:
             say(f"dataset {name}: {entry} is damaged ({fault}); preparing it again")
         started = time.monotonic()
-        _make_entry(entry, fill)
+        try:
+            _make_entry(entry, fill)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
         prepared, fault = _open_entry(entry, read)
         if prepared is None:
             raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
@@ -485,7 +491,7 @@ def _encode_split(
     """Append every document and an end-of-text id to `path`, batch by batch, and write the JSON beside it."""
     with path.open("wb") as file:
         for ids in _encoded(split, documents, tokenizer, progress, threads, report):
-            ids.tofile(file)
+            file.write(ids.tobytes())  # tofile() would not say why a write failed
         _sync(file)
     meta = {
         "dtype": token_dtype(tokenizer.n_vocab).name,

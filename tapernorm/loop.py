@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tapernorm import pretrained
-from tapernorm.config import Config, resolve, to_dict, write_yaml
+from tapernorm.config import Config, resolve, to_dict, write_text, write_yaml
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
@@ -60,7 +60,7 @@ def train(
     # Only now: a resume that is refused leaves the run's directory as it was.
     write_yaml(directory / "config.yaml", to_dict(config))
     report = {"key": data.key, "entry": str(data.entry), **data.report}
-    (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(directory / "data.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         introduce(run)
         run.catch_up(tracker)
@@ -160,13 +160,17 @@ class StopRequest:
 
 @contextmanager
 def signals_as_requests() -> Iterator[StopRequest]:
-    """Turn the first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 into a request; a second SIGINT stops at once."""
+    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request; a second SIGINT stops at once.
+
+    The others stay requests: a scheduler may repeat them while the checkpoint is being written.
+    """
     stop = StopRequest()
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
         stop.signal = number
-        signal.signal(number, previous[number])
+        if number == signal.SIGINT:
+            signal.signal(number, previous[number])
 
     try:
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):

@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import re
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -35,6 +37,7 @@ from tapernorm.config import (
     resolve,
     to_dict,
     unknown_key,
+    write_text,
     write_yaml,
 )
 from tapernorm.tracking import finite
@@ -44,6 +47,8 @@ Say = Callable[[str], None]
 
 MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to report, not a failure of the run
 
+BEFORE = "summary.json.before"  # the results of a run that is being made longer, until there are new ones
+DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 DONE = ("finished", "diverged")  # a run with such a status is not gone on with
 # What a command says of its own directories. A run that goes on has its directory already.
 OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
@@ -76,11 +81,32 @@ class InUse(ConfigError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the run to stop; its state is saved."""
+    """A signal asked to stop; if the run had begun to train, its state is saved."""
 
-    def __init__(self, signal: int) -> None:
-        super().__init__(signal)
-        self.signal = signal
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+def stop_at_once(number: int, frame: object) -> None:
+    raise Stopped(number)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 end the program as Ctrl-C does wherever there is no step to finish and save."""
+    taken = []
+    for name in ("SIGTERM", "SIGUSR1"):
+        number = getattr(signal, name, None)  # Windows has no SIGUSR1
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            with suppress(ValueError):  # not the main thread
+                signal.signal(number, stop_at_once)
+                taken.append(number)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -136,6 +162,8 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
         start = Start(config, composed, claim(config), claimed=True)
     try:
         summary = execute(start, overrides=overrides)
+    except InUse:  # another start took the directory between our claim and our lock
+        raise
     except ConfigError:
         if start.claimed:
             _unclaim(start.directory)
@@ -145,7 +173,8 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
         raise
     log = start.directory / "run.log"
     if summary["status"] == "failed":
-        faults.stop(f"{summary['error']} (traceback in {log})", status=1)
+        where = f" (traceback in {log})" if log.exists() else ""
+        faults.stop(f"{summary['error']}{where}", status=1)
     if summary["status"] == "diverged" and start.config.norm.kind not in MAY_DIVERGE:
         faults.stop(f"{summary['error']} (log in {log})", status=1)
     if summary["status"] == "diverged":
@@ -163,10 +192,14 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
     began = time.monotonic()
     with open_log(directory) as say:
         before = load_summary(directory)
-        (directory / "summary.json").unlink(missing_ok=True)
         replay = {**start.composed, "run_dir": None, "resume": None}  # a replay is a new run
-        write_yaml(directory / ".hydra" / "config.yaml", replay)
-        write_yaml(directory / ".hydra" / "overrides.yaml", list(overrides))
+        try:
+            write_yaml(directory / ".hydra" / "config.yaml", replay)
+            write_yaml(directory / ".hydra" / "overrides.yaml", list(overrides))
+            if before:  # renamed, so that a full disk cannot keep it from coming back
+                (directory / "summary.json").replace(directory / BEFORE)
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
         for note in start.notes:
             say(note)
         outcome: Tree = {"status": "interrupted", "error": None}
@@ -182,9 +215,15 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             outcome = {"status": "failed", "error": in_words(error)}
         finally:
             summary = _summary(config, outcome, time.monotonic() - began)
-            # A finished run that could not be made longer keeps its results.
-            kept = before if outcome["status"] == "failed" and before and before["status"] == "finished" else summary
-            write_summary(directory, kept)
+            kept = summary
+            if outcome["status"] == "failed" and before and before["status"] == "finished":
+                kept = before  # a finished run that could not be made longer keeps its results
+                with suppress(OSError):
+                    (directory / BEFORE).replace(directory / "summary.json")
+            else:
+                write_summary(directory, kept)
+                with suppress(OSError):
+                    (directory / BEFORE).unlink(missing_ok=True)
         if config.report and outcome["status"] == "failed":
             write_page(directory, kept, say)
     return summary
@@ -251,7 +290,12 @@ def failed_summary(composed: Tree, error: BaseException) -> Tree:
 def in_words(error: BaseException) -> str:
     """One line for an error; the type is named unless the text was written to be read alone."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ConfigError):
+        return text
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{text}; make room, then go on from the last checkpoint" if error.errno in DISK_FULL else text
+    return f"{type(error).__name__}: {text}"
 
 
 # --------------------------------------------------------------------------------------------------------- directories
@@ -266,9 +310,9 @@ def claim(config: Config) -> Path:
         directory = Path(config.run_dir)
         if directory.is_dir() and any(directory.iterdir()) and not (directory / ".hydra").exists():
             raise ConfigError(f"run_dir={directory} holds other files; name a new or empty directory")
-        if not claim_directory(directory):
+        if not claim_directory(directory) and (directory / ".hydra" / "config.yaml").exists():
             raise ConfigError(f"run_dir={directory} already holds a run; add resume=auto to go on, or name another")
-        return directory
+        return directory  # also where a start was killed before it wrote anything: the log's lock decides
     label = config.name or f"{config.model.name}-{config.norm.name}-{config.anchor.kind}-s{config.seed}"
     stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{safe_name(label)}"
     number = 1
@@ -327,23 +371,45 @@ def open_log(directory: Path) -> Iterator[Say]:
     The log is locked as long as the run lasts, so that no second process goes on with the same run. The lock goes
     away with its process, also when that is killed.
     """
-    with (directory / "run.log").open("a", encoding="utf-8") as file:
+    try:
+        file = (directory / "run.log").open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
+    lost = False
+    with closing_quietly(file):
         if not _lock(file.fileno()):
             time.sleep(0.2)  # whoever only asks, in `in_use`, holds the lock for a moment, too
         if not _lock(file.fileno()):
             raise InUse(f"{directory} is in use by another process")
 
         def say(text: str) -> None:
-            file.write(text + "\n")
-            file.flush()
-            with suppress(BrokenPipeError):  # whoever read along has gone; the run goes on, and its log
+            nonlocal lost
+            try:
+                file.write(text + "\n")
+                file.flush()
+            except OSError as error:  # the log is no part of the results
+                if not lost:
+                    lost = True
+                    say(f"warning: {directory / 'run.log'} cannot be written: {error.strerror}; the run goes on")
+            with suppress(OSError):  # whoever read along has gone; the run goes on, and its log
                 print(text, flush=True)
 
         yield say
 
 
+@contextmanager
+def closing_quietly(file: IO[str]) -> Iterator[None]:
+    """Close a file at the end; what a full disk did not take is let go."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.close()
+
+
 def append_log(directory: Path, text: str) -> None:
-    with (directory / "run.log").open("a", encoding="utf-8") as file:
+    """Append to run.log if that is possible: what is told there has been, or will be, told in one line, too."""
+    with suppress(OSError), (directory / "run.log").open("a", encoding="utf-8") as file:
         file.write(text.rstrip("\n") + "\n")
 
 
@@ -367,11 +433,13 @@ def load_summary(directory: Path) -> Tree | None:
 
 
 def write_summary(directory: Path, summary: Tree) -> None:
-    """Atomically: whoever sees summary.json sees all of it."""
-    temporary = directory / "summary.json.tmp"
+    """Atomically: whoever sees summary.json sees all of it. If it cannot be written, the run counts as interrupted."""
     text = json.dumps(finite(summary), indent=2, allow_nan=False)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(directory / "summary.json")
+    try:
+        write_text(directory / "summary.json", text + "\n")
+    except OSError as error:
+        with suppress(OSError):
+            print(f"warning: {directory / 'summary.json'} cannot be written: {error.strerror}", flush=True)
 
 
 def check_keys(composed: Tree) -> None:
@@ -504,7 +572,8 @@ def changes(
 ) -> list[tuple[str, Any, Any]]:
     """(key, saved value, new value) where the new command differs from the saved run; see `go_on`.
 
-    A value that was left null and then resolved equals both itself and null. Raises ConfigError, naming them all, for
+    A value that was left null and then resolved equals both itself and null; otherwise what was resolved counts, as a
+    change that was asked for may have been refused since. Raises ConfigError, naming them all, for
     changes of the training.
     """
     new, before, resolved = (dict(leaves(tree)) for tree in (composed, saved.composed, saved.resolved))
@@ -513,7 +582,8 @@ def changes(
         if within(key, OWN) or (given is not None and not within(key, given)):
             continue
         value = new.get(key)
-        if value != resolved.get(key) and value != before.get(key):
+        derived = value is None and before.get(key) is None
+        if value != resolved.get(key) and not derived:
             found.append((key, resolved.get(key), value))
     refused = [change for change in found if not _may_change(*change, longer=longer)]
     if refused:

@@ -262,7 +262,8 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
         _hand_over(stop.signal)
         raise
     except Exception as error:  # a value out of its range, data that cannot be prepared, a full disk
-        run.claim_directory(directory)
+        with suppress(ConfigError):  # where nothing can be written, the line below has to do
+            run.claim_directory(directory)
         run.append_log(directory, f"{traceback.format_exc()}error: {run.in_words(error)}")
         summary = run.failed_summary(composed, error)
         if _saved(directory) is None:  # results that are there stay
@@ -270,19 +271,20 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
     if summary["status"] != "finished":
         _say(f"[job {number}] {summary['status']}: {summary['error']}")
     if fail_fast and is_failure(summary, composed["norm"].get("kind")):
-        (sweep / FAILED).touch()
+        with suppress(OSError):
+            (sweep / FAILED).touch()
     return summary
 
 
 def _say(text: str) -> None:
-    with suppress(BrokenPipeError):  # whoever read along has gone; the sweep goes on
+    with suppress(OSError):  # whoever read along has gone; the sweep goes on
         print(text, flush=True)
 
 
 def _hand_over(number: int) -> None:
     """Now that the job is saved, let the handler that was there before act: submitit's has the scheduler requeue it."""
     handler = signal.getsignal(number)
-    if callable(handler) and handler is not signal.default_int_handler:
+    if callable(handler) and handler not in (signal.default_int_handler, run.stop_at_once):
         signal.raise_signal(number)
 
 
@@ -315,7 +317,7 @@ def report() -> bool:
     rows = rows_of(sweep)
     incomplete = [row for row in rows if row["failed"]]
     stopped = [row for row in incomplete if row["status"] in ("interrupted", "running", "not run")]
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         print_table(rows, COLUMNS, FORMATS, n_left=4)
     for row in incomplete:
         if row not in stopped:

@@ -1,7 +1,8 @@
 """What a run reports: one metrics.jsonl always, Weights & Biases as its mirror, and a progress bar or lines.
 
-The mirror cannot stop, slow or distort training: whatever goes wrong with it is said in one line and the run goes
-on. This is the only module that imports wandb, and it does so only when a run is mirrored.
+The mirror cannot stop, slow or distort training: it has a thread of its own, and whatever goes wrong with it, a call
+that never returns included, is said in one line and the run goes on. This is the only module that imports wandb, and
+it does so only when a run is mirrored.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import secrets
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
@@ -68,6 +72,89 @@ QUIET: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}  # of 
 SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean"}
 
 
+class Mirror:
+    """A W&B run, or whatever `start` returns, and the calls to it, in order, on a thread of their own.
+
+    The first failure ends it: `problem` says it in one line and later calls are left out, but for those that are to be
+    made `always`. So does a call that does not return: whoever waits for it gives up after a time.
+    """
+
+    WAITING = 10_000  # calls at most; a service that is so far behind does not catch up
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.problem: str | None = None
+        self.error: Exception | None = None
+        self._calls: queue.Queue[tuple[Callable[[Any], Any], bool] | None] = queue.Queue(self.WAITING)
+        # A daemon, as a call that hangs must not keep the process from ending.
+        threading.Thread(target=self._work, name="W&B", daemon=True).start()
+
+    def start(self, start: Callable[[], Any], seconds: float) -> bool:
+        """Set `run` to what `start` returns; False if it failed or took too long."""
+
+        def call(_: Any) -> None:
+            self.run = start()
+
+        self.call(call)
+        return self.wait(seconds) and self.problem is None
+
+    def call(self, call: Callable[[Any], Any], always: bool = False) -> None:
+        """Have something done with the run, without waiting for it."""
+        try:
+            self._calls.put_nowait((call, always))
+        except queue.Full:
+            self.problem = self.problem or "it does not keep up"
+
+    def close(self) -> None:
+        """Let the thread end once it has nothing left to do."""
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until every call has been made; False, and a problem, if that takes longer."""
+        end = time.monotonic() + seconds
+        with self._calls.all_tasks_done:
+            while self._calls.unfinished_tasks:
+                left = end - time.monotonic()
+                if left <= 0:
+                    self.problem = self.problem or f"no answer within {seconds:.0f} s"
+                    return False
+                self._calls.all_tasks_done.wait(left)
+        return True
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, always = item
+            try:
+                if self.problem is None or always:
+                    call(self.run)
+            except Exception as error:
+                self.error = self.error or error
+                self.problem = self.problem or _first_line(error)
+            finally:
+                self._calls.task_done()
+
+
+def _end_service() -> None:
+    """End W&B's service process, for which the interpreter would wait at its end and which a later run would use.
+
+    It may hang or be dead already, so nothing is asked of it, as wandb.teardown() would.
+    """
+    with suppress(Exception):  # none of this is public
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib.service import service_token
+
+        connection: Any = wandb_setup._singleton._connection  # type: ignore[union-attr]
+        wandb_setup._singleton = None
+        service_token.clear_service_in_env()
+        connection._proc._process.kill()
+        connection._cleanup()  # the wait at the end
+
+
+def _has_space(directory: Path) -> bool:
+    return not directory.is_dir() or shutil.disk_usage(directory).free > 1 << 16
+
+
 class Tracker:
     """Writes metrics to directory/metrics.jsonl and mirrors them to Weights & Biases; a context manager.
 
@@ -80,8 +167,12 @@ class Tracker:
     returned before: it continues the same W&B run. `config` is the resolved configuration as a plain nested dict.
     W&B keeps its files in directory/wandb, and gets directory/report.html as an artifact if there is one at the end.
 
-    Raises ConfigError if metrics.jsonl is damaged, and with tracking.strict if W&B cannot be reached.
+    Raises ConfigError if metrics.jsonl is damaged, and with tracking.strict if W&B cannot be reached; OSError, naming
+    the file, if it cannot be written, and the row that was there before is there still.
     """
+
+    START_SECONDS = 15.0  # to wait for W&B beyond its own limits
+    FINISH_SECONDS = 75.0
 
     def __init__(
         self,
@@ -103,11 +194,12 @@ class Tracker:
         self._run_id: str | None = state.get("wandb_id")
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
-        self._row = _keep_until(path, resume_step)
-        self._run = self._start_wandb(directory, config, tracking, name)
-        self._mirror_failed = False
+        # The row of the checkpoint's step is rewritten when more is logged of it; torn by that, it is in the state.
+        self._row = _keep_until(path, resume_step, state.get("row"))
+        self._told = False
+        self._mirror = self._start_wandb(directory, config, tracking, name)
         path.touch()
-        self._file = path.open("r+b")
+        self._file = path.open("r+b", buffering=0)  # nothing is held back that a full disk did not take
         end = self._file.seek(0, os.SEEK_END)
         self._offset = end - len(_encode(self._row)) if self._row else end
 
@@ -131,23 +223,32 @@ class Tracker:
         if self._row.get("step") != step:
             self._row = {"step": step}
             self._offset = self._file.seek(0, os.SEEK_END)
-        self._row |= values
-        self._file.seek(self._offset)
-        self._file.write(_encode(self._row))
-        self._file.truncate()  # after the write: a kill in between leaves a torn last line, which readers drop
-        self._file.flush()
+        before, self._row = self._row, self._row | values
+        try:
+            self._put(self._row)
+        except OSError as error:
+            with suppress(OSError):  # what was there had room
+                self._put(before if before.keys() > {"step"} else None)
+            raise OSError(error.errno, error.strerror, str(self._directory / METRICS_FILE)) from error
         # W&B's own step may not go back, so it is left alone; rows without a value would only draw gaps.
         row = {name: number for name, number in values.items() if number is not None}
-        self._mirror(lambda run: run.log({"trainer/step": step, **row}))
+        self._to_wandb(lambda run: run.log({"trainer/step": step, **row}))
+
+    def _put(self, row: dict[str, Any] | None) -> None:
+        """Make this row the last line, in place of the one of the same step."""
+        self._file.seek(self._offset)
+        left = memoryview(b"" if row is None else _encode(row))
+        while left:
+            left = left[self._file.write(left) :]
+        self._file.truncate()  # after the write: a kill in between leaves a torn last line, which readers drop
 
     def flush(self) -> None:
         """Force metrics.jsonl to the disk; called before each checkpoint."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same W&B run and count; plain values."""
-        return {"wandb_id": self._run_id, "nonfinite": self.nonfinite}
+        """What a checkpoint needs to go on with the same W&B run, count and last row; plain values."""
+        return {"wandb_id": self._run_id, "nonfinite": self.nonfinite, "row": dict(self._row)}
 
     def finish(self, status: str, summary: Mapping[str, Any] | None = None) -> None:
         """Close the file and the W&B run, whose summary gets `summary` and the status; later calls do nothing.
@@ -158,9 +259,10 @@ class Tracker:
             return
         self._finished = True
         values = {"status": status, **(summary or {})}
-        self._mirror(lambda run: run.summary.update(values))
-        self._mirror(self._log_report)
-        self._mirror(lambda run: run.finish(exit_code=0 if status == "finished" else 1), always=True)
+        self._to_wandb(lambda run: run.summary.update(values))
+        self._to_wandb(self._log_report)
+        self._to_wandb(lambda run: run.finish(exit_code=0 if status == "finished" else 1), always=True)
+        self._leave_wandb(self.FINISH_SECONDS)
         self.flush()  # last, because a full disk makes it raise
         self._file.close()
 
@@ -170,6 +272,9 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._mirror is not None:  # at once
+            _end_service()
+            self._mirror = None
         self.finish("finished" if kind is None else "failed")
 
     def _log_report(self, run: Any) -> None:
@@ -183,20 +288,39 @@ class Tracker:
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}; non-finite values are logged as null and counted in nonfinite/count")
-        self._mirror(lambda run: run.alert(title="non-finite metric", text=text, level="ERROR"))
+        self._to_wandb(lambda run: run.alert(title="non-finite metric", text=text, level="ERROR"))
 
-    def _mirror(self, call: Callable[[Any], Any], always: bool = False) -> None:
-        """Do something with the W&B run; after a first failure, which is said, only what is to be done `always`."""
-        if self._run is None or (self._mirror_failed and not always):
+    def _to_wandb(self, call: Callable[[Any], Any], always: bool = False) -> None:
+        """Have something done with the W&B run, if there is one; a problem that it has had meanwhile is said, once."""
+        if self._mirror is None:
             return
-        try:
-            call(self._run)
-        except Exception as error:
-            if not self._mirror_failed:
-                self._say(f"warning: W&B failed ({_first_line(error)}); the run goes on with {METRICS_FILE} alone")
-            self._mirror_failed = True
+        self._mirror.call(call, always)
+        self._tell_problem()
 
-    def _start_wandb(self, directory: Path, config: dict[str, Any], tracking: TrackingConfig, name: str) -> Any:
+    def _tell_problem(self) -> None:
+        if self._mirror is not None and self._mirror.problem and not self._told:
+            self._told = True
+            self._say(f"warning: W&B failed ({self._mirror.problem}); the run goes on with {METRICS_FILE} alone")
+
+    def _leave_wandb(self, seconds: float) -> None:
+        """Wait until W&B has got everything, or end its process; what it has not uploaded lies in the run's wandb/."""
+        if self._mirror is None:
+            return
+        done = False
+        try:
+            done = self._mirror.wait(seconds)
+            if not _has_space(self._directory / "wandb"):  # its service tells nobody
+                self._mirror.problem = self._mirror.problem or "its disk is full"
+        finally:
+            if self._mirror.problem or not done:  # or it was Ctrl-C
+                _end_service()
+            self._tell_problem()
+            self._mirror.close()
+            self._mirror = None
+
+    def _start_wandb(
+        self, directory: Path, config: dict[str, Any], tracking: TrackingConfig, name: str
+    ) -> Mirror | None:
         """The W&B run, or None if disabled or impossible."""
         mode = wanted_mode(tracking)
         if mode == "disabled":
@@ -218,18 +342,32 @@ class Tracker:
             "allow_val_change": True,  # a resumed run may have changed settings
             "reinit": "create_new",  # by default a second job in this process would get the first job's run
         }
-        try:
-            run = self._connect(mode, arguments, directory / "wandb", tracking)
-            _define_metrics(run)
-        except ConfigError:
-            raise
-        except Exception as error:
-            self._say(f"warning: W&B cannot start ({_first_line(error)}); the run goes on with {METRICS_FILE} alone")
-            return None
-        self._run_id = run_id
-        return run
 
-    def _connect(self, mode: str, arguments: dict[str, Any], files: Path, tracking: TrackingConfig) -> Any:
+        def connect() -> Any:
+            run = self._connect(mode, arguments, directory / "wandb", tracking, limit)
+            _define_metrics(run)
+            return run
+
+        mirror, limit = Mirror(), float(os.environ.get("WANDB_INIT_TIMEOUT", 30))
+        try:
+            started = mirror.start(connect, limit + self.START_SECONDS)
+        except BaseException:  # Ctrl-C
+            _end_service()
+            raise
+        if started:
+            self._run_id = run_id
+            return mirror
+        if isinstance(mirror.error, ConfigError):
+            raise mirror.error
+        _end_service()
+        if tracking.strict and mode not in ("offline", "dryrun"):
+            raise ConfigError(f"tracking.wandb={tracking.wandb}: W&B cannot be reached: {mirror.problem}")
+        self._say(f"warning: W&B cannot start ({mirror.problem}); the run goes on with {METRICS_FILE} alone")
+        return None
+
+    def _connect(
+        self, mode: str, arguments: dict[str, Any], files: Path, tracking: TrackingConfig, limit: float
+    ) -> Any:
         """wandb.init online if wanted and possible, else offline."""
         import wandb  # takes half a second, so only where it is used
 
@@ -238,7 +376,7 @@ class Tracker:
             disable_git=True,
             disable_code=True,
             save_code=False,
-            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
+            init_timeout=limit,
             finish_timeout=60,  # what is not uploaded by then stays in the run's directory, for `wandb sync`
         )
         # For the whole process, before anything else: a later login would print, and ask for a key on a terminal.
@@ -324,19 +462,26 @@ def _parse(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _keep_until(path: Path, step: int | None) -> dict[str, Any]:
-    """Drop a torn last line and the rows after `step` (None: no limit); return the last row kept, {} if none."""
-    if not path.is_file():
-        return {}
-    rows = [row for row in _parse(path) if step is None or row["step"] <= step]
+def _keep_until(path: Path, step: int | None, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Drop a torn last line and the rows after `step` (None: no limit); return the last row kept, {} if none.
+
+    `last` is a row that was there once; it comes back if it is lost.
+    """
+    rows = [row for row in _parse(path) if step is None or row["step"] <= step] if path.is_file() else []
+    if last and (not rows or rows[-1]["step"] < last["step"]):
+        rows.append(last)
     content = b"".join(map(_encode, rows))
-    if content != path.read_bytes():
+    if content != (path.read_bytes() if path.is_file() else b""):
         temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return rows[-1] if rows else {}
 
 
@@ -413,8 +558,9 @@ class Progress:
         if tokens_per_s:
             parts.append(f"{tqdm.format_sizeof(tokens_per_s)} tokens/s")
         if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(parts), refresh=False)
-            self._bar.update(step - self._bar.n)
+            with suppress(OSError):  # the terminal has gone; the run goes on
+                self._bar.set_postfix_str("  ".join(parts), refresh=False)
+                self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
         if now - self._start < self.delay:
@@ -435,11 +581,13 @@ class Progress:
         """Print the last line, or leave the bar as it is."""
         self._flush_line()
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
     def _flush_line(self) -> None:
         if self._pending is not None:
-            print(self._pending, file=self.stream, flush=True)
+            with suppress(OSError):  # whoever read along has gone
+                print(self._pending, file=self.stream, flush=True)
         self._pending = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -291,6 +292,8 @@ class TrainingRun:
     # -------------------------------------------------------------------------------------------------- save, restore
 
     def save(self, wandb_state: dict[str, Any]) -> None:
+        if not self.directory.is_dir():  # or the checkpoint would make a new one, without its metrics
+            raise FileNotFoundError(errno.ENOENT, "the run's directory has vanished", str(self.directory))
         training = {
             "optimizer": self.optimizer.state_dict(),
             "calibration": self.calibration.state_dict(),
