@@ -14,7 +14,8 @@ import hydra
 from omegaconf import DictConfig
 
 from tapernorm import cli
-from tapernorm.config import EvaluateConfig, fields_of
+from tapernorm.commands import EvaluateConfig
+from tapernorm.schema import fields_of
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")
@@ -23,6 +24,4 @@ def main(tree: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.launch(
-        main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in fields_of("", schema=EvaluateConfig)]
-    )
+    cli.launch(main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in fields_of(EvaluateConfig)])

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from tapernorm import faults
-from tapernorm.config import ConfigError, leaves
 from tapernorm.run import OWN, show, within
+from tapernorm.schema import ConfigError, leaves
 from tapernorm.tracking import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,8 @@ import hydra
 from omegaconf import DictConfig
 
 from tapernorm import cli
-from tapernorm.config import ExportConfig, all_keys
+from tapernorm.commands import ExportConfig
+from tapernorm.schema import all_keys
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_hf")

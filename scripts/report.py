@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tapernorm import faults
-from tapernorm.config import ConfigError
 from tapernorm.report import last_change, write_report
+from tapernorm.schema import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:

@@ -28,18 +28,8 @@ from tqdm import tqdm
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import git_revision
-from tapernorm.config import (
-    AnyNormConfig,
-    BenchmarkConfig,
-    Config,
-    ConfigError,
-    NoNormConfig,
-    StandardNormConfig,
-    TaperNormConfig,
-    build,
-    resolve,
-    to_dict,
-)
+from tapernorm.commands import BenchmarkConfig
+from tapernorm.config import AnyNormConfig, Config, NoNormConfig, StandardNormConfig, TaperNormConfig, build, resolve
 from tapernorm.device import keep_freed_memory, pick_device
 from tapernorm.fold import fold
 from tapernorm.gate import Phase
@@ -47,6 +37,7 @@ from tapernorm.generate import generate
 from tapernorm.hf import to_stock
 from tapernorm.lean import lean
 from tapernorm.model import Decoder, build_model
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.timing import Ratio, copy_bandwidth, interleave, ratio, seconds
 from tapernorm.tracking import clock
 

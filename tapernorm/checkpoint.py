@@ -30,9 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapernorm import git_revision
-from tapernorm.config import Config, ConfigError, build, resolve, to_dict, write_yaml
+from tapernorm.config import Config, build, resolve
 from tapernorm.gate import GateSchedule
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError, to_dict, write_yaml
 from tapernorm.tokenizer import Tokenizer
 
 FORMAT = 1

@@ -26,21 +26,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from tapernorm import faults, run, sweep
-from tapernorm.config import (
-    BenchmarkConfig,
-    Config,
-    ConfigError,
-    DatasetConfig,
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    NormConfig,
-    all_keys,
-    fields_of,
-    leaves,
-    to_dict,
-    validate,
-)
+from tapernorm.commands import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
+from tapernorm.config import Config, DatasetConfig, NormConfig
+from tapernorm.schema import ConfigError, all_keys, fields_of, leaves, to_dict, validate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -361,7 +349,7 @@ def _hydra_settings() -> HydraConf:
 
 def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     """The page of --help: description, groups with their choices, keys with default and meaning."""
-    fields = dict(fields_of("", schema=schema))
+    fields = dict(fields_of(schema))
     rows = dict(all_keys(schema)) | fields
     defaults = dict(leaves(to_dict(Config()) if schema is Config else _defaults(schema)))
     lines = [description.strip()]

@@ -1,46 +1,32 @@
-"""The typed configuration: every key with its type, default, range and one-line meaning.
+"""The training configuration: every key with its type, default, range and one-line meaning.
 
 Hydra composes YAML groups and the command line into a tree; `build` checks that tree against the dataclasses below
 and returns a frozen `Config`, after which OmegaConf is behind us. `resolve` computes every value that derives from
-others, once. Nothing here imports torch, so a wrong key is reported before anything slow happens.
+others, once. What the other entry points can be told is in commands.py. Nothing here imports torch, so a wrong key is
+reported before anything slow happens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
-import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-SCHEMA = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
-Schema = TypeVar("Schema")
-Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message is one line that names the key and what to do."""
-
-
-def meaning(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field with its one-line meaning (shown by `--help`) and, optionally, a default."""
-    if default is dataclasses.MISSING:
-        return Field(description=text)
-    return Field(default=default, description=text)
-
+from tapernorm.schema import (
+    DEVICE_PATTERN,
+    SCHEMA,
+    ConfigError,
+    NonNegativeInt,
+    PositiveInt,
+    Share,
+    meaning,
+    validate,
+)
+from tapernorm.sites import STAGES, removal_order, select_sites
 
 # --------------------------------------------------------------------------------------------------------------- model
 
@@ -82,7 +68,6 @@ class ModelConfig:
 
 # ---------------------------------------------------------------------------------------------------------------- norm
 
-SITE_PATTERN = re.compile(r"(?:(\d+)(?:-(\d+))?\.)?(attn|mlp)|final")
 SITES_MEANING = (
     "which norms: 'attn', 'mlp' (in every block), 'final', or with block numbers: '0.attn', '2-5.mlp'; "
     "the others stay standard"
@@ -168,54 +153,6 @@ class FoldedNormConfig:
 
 
 AnyNormConfig = NormConfig | FoldedNormConfig
-
-
-def select_sites(patterns: tuple[str, ...], n_layer: int) -> list[str]:
-    """The site names ('0.attn', '0.mlp', ..., 'final') that `patterns` select, in the order of the forward pass.
-
-    Raises ConfigError for a pattern that is malformed or names a block that the model lacks.
-    """
-    chosen: set[str] = set()
-    for pattern in patterns:
-        match = SITE_PATTERN.fullmatch(pattern)
-        if match is None:
-            raise ConfigError(f"norm.sites: '{pattern}' is not a site; write attn, mlp, final, 0.attn or 2-5.mlp")
-        first, last, site = match.groups()
-        if site is None:
-            chosen.add("final")
-            continue
-        blocks = range(n_layer) if first is None else range(int(first), int(last or first) + 1)
-        if not blocks or blocks[-1] >= n_layer:
-            raise ConfigError(f"norm.sites: '{pattern}' is outside the model's blocks 0 to {n_layer - 1}")
-        chosen.update(f"{block}.{site}" for block in blocks)
-    return [name for name in all_sites(n_layer) if name in chosen]
-
-
-def all_sites(n_layer: int) -> list[str]:
-    """Names of every norm of a model: '<block>.attn', '<block>.mlp' per block, then 'final'."""
-    return [f"{block}.{site}" for block in range(n_layer) for site in ("attn", "mlp")] + ["final"]
-
-
-STAGES = ("mlp", "qk", "v", "final")  # in the order of their removal
-
-
-def removal_order(sites: tuple[str, ...], n_layer: int) -> list[tuple[str, str]]:
-    """(stage, site) of every removal of a sequence, in its order, block after block within a stage.
-
-    All MLP norms, then the attention norms for what Q and K read, then these for what V reads, then the final norm.
-    """
-    chosen = select_sites(sites, n_layer)
-    kinds = {"mlp": "mlp", "qk": "attn", "v": "attn", "final": "final"}
-    return [(stage, site) for stage in STAGES for site in chosen if site.rpartition(".")[2] == kinds[stage]]
-
-
-def removal_turns(sites: tuple[str, ...], n_layer: int) -> dict[str, tuple[float, ...]]:
-    """By site the gate values at which its removals come: the i-th of all n, i = 1..n, at g = 1 - i/n."""
-    order = removal_order(sites, n_layer)
-    turns: dict[str, tuple[float, ...]] = {}
-    for number, (_, site) in enumerate(order, 1):
-        turns[site] = (*turns.get(site, ()), 1.0 - number / len(order))
-    return turns
 
 
 # -------------------------------------------------------------------------------------------- anchor, gate, calibration
@@ -448,115 +385,6 @@ class Config:
     report: bool = meaning("write report.html at the end, of the run and of its sweep", True)
 
 
-@dataclass(frozen=True, kw_only=True, config=SCHEMA)
-class EvaluateConfig:
-    """What evaluate.py can be told; everything else comes from the checkpoint."""
-
-    checkpoint: str | tuple[str, ...] = meaning(
-        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, GPT-2 or Llama in "
-        "Hugging Face form (directory or hub id), or a list of them"
-    )
-    baseline: str | None = meaning("run or checkpoint that the others are compared with; null: the first", None)
-    dataset: Annotated[DatasetConfig, Field(discriminator="kind")] | None = meaning(
-        "a group: other text to evaluate on, its validation split; null: the checkpoint's own", None
-    )
-    suite: dict[str, Annotated[DatasetConfig, Field(discriminator="kind")]] | None = meaning(
-        "a group: several data sets by name, in one table with the published losses", None
-    )
-    tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training, or all of other text", None)
-    batch_size: PositiveInt = meaning("sequences per forward; does not change the loss", 8)
-    worst: NonNegativeInt = meaning("documents to list, by their mean and by their total loss", 3)
-    samples: NonNegativeInt | None = meaning("stories to print; null: 3, or none when checkpoints are compared", None)
-    sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
-    prompt: str = meaning("text that the samples continue", "")
-    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
-    seed: NonNegativeInt = meaning("of sampling", 0)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
-    progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
-    cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
-    fold: bool = meaning("evaluate the folded model too, and certify that it computes the same", False)
-    fold_gains: bool = meaning(
-        "fold the gains of the norms that stay, too, which unties a tied head if the final norm stays", True
-    )
-    save_folded: str | None = meaning("new directory for the folded model as a checkpoint; implies fold", None)
-    out: str | None = meaning(
-        "where to write the result as JSON; null: evaluation.json in the run, or comparison.json above several", None
-    )
-
-
-@dataclass(frozen=True, kw_only=True, config=SCHEMA)
-class GenerateConfig:
-    """What scripts/generate.py can be told; everything else comes from the checkpoint."""
-
-    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
-    prompt: str = meaning("text that the samples continue", "")
-    samples: PositiveInt = meaning("continuations to print", 1)
-    max_tokens: PositiveInt = meaning("tokens per continuation at most", 200)
-    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
-    top_k: PositiveInt | None = meaning("draw among the so many most probable tokens; null: all", None)
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = meaning(
-        "draw among the fewest most probable tokens that hold this share; null: all", None
-    )
-    seed: NonNegativeInt = meaning("of sampling", 0)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
-    stream: bool = meaning("print text as it is produced", True)
-
-
-@dataclass(frozen=True, kw_only=True, config=SCHEMA)
-class ExportConfig:
-    """What scripts/export_hf.py can be told; everything else comes from the checkpoint."""
-
-    checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
-    out: str = meaning("new directory for the model in Hugging Face form")
-    format: Literal["auto", "tapernorm", "gpt2", "llama"] = meaning(
-        "tapernorm: norm-free, with its own code; gpt2, llama: the stock layout; auto: the stock one for a baseline",
-        "auto",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = meaning("of the weights", "float32")
-    fold_gains: bool = meaning("tapernorm: fold the gains of the norms that stay, too, which may untie the head", False)
-    tokens: PositiveInt = meaning("tokens to certify on, at least one context", 1024)
-
-
-ArmName = Literal[
-    "baseline",
-    "baseline_again",
-    "baseline_gain_folded",
-    "internal_taper",
-    "internal_taper_folded",
-    "all_taper_folded",
-    "no_norms",
-]
-ARMS: tuple[ArmName, ...] = typing.get_args(ArmName)
-
-
-@dataclass(frozen=True, kw_only=True, config=SCHEMA)
-class BenchmarkConfig:
-    """What scripts/benchmark_decode.py can be told."""
-
-    model: ModelConfig = meaning("the shape; random weights unless a checkpoint is given", ModelConfig())
-    checkpoint: str | None = meaning("directory of a run or checkpoint whose shape and weights to use", None)
-    arms: Annotated[tuple[ArmName, ...], Field(min_length=2)] = meaning(
-        "what is compared; the first one is the reference of the speed-ups", ARMS
-    )
-    batch_sizes: tuple[PositiveInt, ...] = meaning("sequences that are decoded side by side", (1, 8))
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = meaning("of the weights", ("float32", "bfloat16"))
-    modes: Annotated[tuple[Literal["eager", "compile", "cuda_graph"], ...] | None, Field(min_length=1)] = meaning(
-        "null: eager, on a CUDA device cuda_graph, and compile for the first precision and batch size alone", None
-    )
-    prompt_tokens: PositiveInt = meaning("tokens of the prompt", 64)
-    new_tokens: PositiveInt = meaning("tokens decoded per sample of the time", 16)
-    repeats: PositiveInt = meaning("samples per arm and placement in memory", 10)
-    placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 6)
-    peer: bool = meaning("also compare generate() with transformers' on its own model with the same weights", True)
-    minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
-    seed: NonNegativeInt = meaning("of weights, prompts and order", 0)
-    threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
-    out: str | None = meaning(
-        "where to write the result as JSON, with the table beside it as .md; null: a new file in runs/benchmarks", None
-    )
-
-
 def build(tree: Mapping[str, Any]) -> Config:
     """Check a plain nested mapping against the training schema and return the frozen configuration.
 
@@ -565,182 +393,6 @@ def build(tree: Mapping[str, Any]) -> Config:
     config = validate(tree, Config)
     _check_relations(config)
     return config
-
-
-def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
-    """Check a plain nested mapping against a dataclass of this module and return its frozen instance.
-
-    Raises ConfigError, one line: unknown keys with the nearest valid one, wrong types and ranges, missing values
-    (`???`), and 'None' where null was meant. Every fault is reported, joined by '; '.
-    """
-    faults = [fault for key, value in leaves(tree) if (fault := _string_fault(key, value))]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    try:
-        # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
-        return TypeAdapter(schema).validate_json(json.dumps(tree))
-    except (TypeError, ValueError) as error:
-        if not isinstance(error, ValidationError):
-            raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
-        lines = [_explain(item, tree, schema) for item in error.errors()]
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A plain nested dict (lists, numbers, strings) of a configuration dataclass; `build` reads it back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def write_yaml(path: Path, data: Any) -> None:
-    """Plain data as YAML, keys in their order; the directory is made if it is missing."""
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomically: a kill or a full disk leaves the file that was there before, or none, but never half of one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ('optim.lr', value) for every leaf of a nested mapping; lists count as leaves."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _string_fault(key: str, value: Any) -> str | None:
-    if value == "???":
-        return f"{key} is missing: give it a value, as in {key}=..."
-    if value in ("None", "NULL"):
-        return f"{key}='{value}' is a string; write {key}=null"
-    return None
-
-
-def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
-    """One pydantic error as 'key=value: what is wrong'."""
-    path = [str(part) for part in item["loc"]]
-    node: Any = tree
-    keys = []
-    for part in path:  # pydantic adds the tags of unions to the path; the tree does not have them
-        if isinstance(node, Mapping) and part in node:
-            keys.append(part)
-            node = node[part]
-        elif isinstance(node, list) and part.isdigit():
-            keys[-1] += f"[{part}]"
-            node = node[int(part)]
-    key = ".".join(keys)
-    match item["type"]:
-        case "unexpected_keyword_argument":
-            section = ".".join(keys[:-1])
-            valid = [name for name, _ in fields_of(section, tree, schema)]
-            return unknown_key(key, [f"{section}.{name}" if section else name for name in valid])
-        case "missing":
-            full = ".".join([*keys, path[-1]])
-            return f"{full} is missing: give it a value, as in {full}=..."
-        case "union_tag_not_found":
-            return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
-        case "union_tag_invalid":
-            return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
-        case "tuple_type":
-            return f"{key}={node!r}: should be a list, as in {key}=[{node}]"
-        case "string_pattern_mismatch":
-            section = ".".join(keys[:-1])
-            choices = dict(fields_of(section, tree, schema))[keys[-1]]
-            return f"{key}={node!r}: should be one of {choices}"
-    shown = "null" if node is None else repr(node)
-    return f"{key}={shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-# What other projects call our keys.
-ALIASES = {
-    "learning_rate": "optim.lr",
-    "n_embd": "model.d_model",
-    "hidden_size": "model.d_model",
-    "n_layers": "model.n_layer",
-    "block_size": "model.n_ctx",
-    "max_iters": "trainer.max_steps",
-    "epochs": "trainer.max_steps",
-}
-
-
-def unknown_key(key: str, valid: list[str]) -> str:
-    """'unknown key ...' with the nearest of the valid keys, or with the keys that its section has."""
-    section, _, last = key.rpartition(".")
-    same_section = [name for name in valid if name.rpartition(".")[0] == section]
-    by_last = {alias: name for alias, name in ALIASES.items() if name in valid}
-    by_last.update({name.rpartition(".")[2]: name for name in [*valid, *same_section]})  # the same section wins
-    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key '{key}'; did you mean '{by_last[near[0]]}'?"
-    listed = ", ".join(name.rpartition(".")[2] for name in same_section)
-    return f"unknown key '{key}'; " + (f"{section or 'the top level'} has {listed}" if listed else "see --help")
-
-
-def fields_of(section: str, tree: Mapping[str, Any] | None = None, schema: type = Config) -> list[tuple[str, str]]:
-    """(field, meaning) of a section such as 'optim' ('' for the root); a union is decided by the tree's `kind`."""
-    return [(name, text) for name, text, _ in _fields(class_of(section, tree, schema))]
-
-
-def all_keys(schema: type = Config, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, meaning) of every leaf of the schema, all variants of the unions included."""
-    found: dict[str, str] = {}
-    for name, text, kinds in _fields(schema):
-        for kind in kinds:
-            found.update(all_keys(kind, f"{prefix}{name}."))
-        if not kinds:
-            found[f"{prefix}{name}"] = text
-    return list(found.items())
-
-
-def _fields(cls: Any) -> list[tuple[str, str, list[type]]]:
-    """(field, meaning, dataclasses that it may hold) of a dataclass of this module."""
-    hints = typing.get_type_hints(cls)
-    return [
-        (
-            name,
-            info.description or "",
-            [kind for kind in _members(hints[name]) if hasattr(kind, "__dataclass_fields__")],
-        )
-        for name, info in cls.__pydantic_fields__.items()
-    ]
-
-
-def _members(hint: Any) -> list[type]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return list(typing.get_args(hint))
-    return [hint]
-
-
-def class_of(section: str, tree: Mapping[str, Any] | None = None, schema: type = Config) -> type:
-    """The dataclass of a section such as 'optim' or 'dataset.source'; a union is decided by the tree's `kind`."""
-    cls = schema
-    node: Any = tree
-    kinds: list[type] = []
-    for part in filter(None, section.split(".")):
-        node = node.get(part) if isinstance(node, Mapping) else None
-        if part == "suite":  # data sets by name: the next part is one
-            kinds = _members(DatasetConfig)
-            continue
-        kinds = kinds or {name: members for name, _, members in _fields(cls)}[part]
-        wanted = node.get("kind") if isinstance(node, Mapping) else None
-        cls = next((kind for kind in kinds if wanted in _tags(kind)), kinds[0])
-        kinds = []
-    return cls
-
-
-def _tags(cls: Any) -> tuple[str, ...]:
-    """The values of `kind` that mean this dataclass."""
-    field = cls.__pydantic_fields__.get("kind")
-    return typing.get_args(field.annotation) if field else ()
 
 
 # ------------------------------------------------------------------------------------------------- relations, resolve

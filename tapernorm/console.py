@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import write_text
 from tapernorm.device import autocast
 from tapernorm.generate import generate
+from tapernorm.schema import write_text
 from tapernorm.tracking import REPORT_FILE, Progress, clock
 from tapernorm.trainer import TrainingRun
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import ConfigError, GenerateConfig
+from tapernorm.commands import GenerateConfig
 from tapernorm.device import keep_freed_memory, pick_device
 from tapernorm.generate import generate
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 
 

@@ -29,14 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tapernorm.config import (
-    Config,
-    ConfigError,
-    DatasetConfig,
-    FilteredDatasetConfig,
-    PlainDatasetConfig,
-    TokenizerConfig,
-)
+from tapernorm.config import Config, DatasetConfig, FilteredDatasetConfig, PlainDatasetConfig, TokenizerConfig
+from tapernorm.schema import ConfigError
 from tapernorm.sources import COUNTS, Source, empty_report, hash_files, open_source
 from tapernorm.tokenizer import Tokenizer, build_tokenizer
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from tapernorm.config import ConfigError
+from tapernorm.schema import ConfigError
 
 
 def pick_device(name: str, key: str = "trainer.device") -> torch.device:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import pretrained, published
+from tapernorm.commands import EvaluateConfig
 from tapernorm.comparison import Measured, compare, compare_on, labels, plus_minus
-from tapernorm.config import Config, ConfigError, EvaluateConfig, to_dict
+from tapernorm.config import Config
 from tapernorm.data import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
 from tapernorm.device import autocast as autocast_on
 from tapernorm.device import keep_freed_memory, pick_device, pick_dtype
@@ -31,6 +32,7 @@ from tapernorm.generate import NotFinite, generate
 from tapernorm.hf import is_hub_form
 from tapernorm.losses import Losses, document_of, perplexity
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.tokenizer import Tokenizer
 from tapernorm.tracking import Progress, finite
 

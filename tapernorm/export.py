@@ -21,22 +21,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
+from tapernorm.commands import ExportConfig
 from tapernorm.config import (
     Config,
-    ConfigError,
-    ExportConfig,
     FoldedNormConfig,
     ModelConfig,
     NoNormConfig,
     NormConfig,
     StandardNormConfig,
     TaperNormConfig,
-    all_sites,
 )
 from tapernorm.data import reuse, validation_windows
 from tapernorm.fold import certificate, describe, fold, readers, refuse_open_gates
 from tapernorm.hf import HUGE_EPSILON, family_of, open_pretrained, to_stock
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError
+from tapernorm.sites import all_sites
 from tapernorm.tokenizer import END_OF_TEXT, Tokenizer
 from tapernorm.tracking import METRICS_FILE, finite, read_metrics
 

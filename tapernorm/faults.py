@@ -18,7 +18,8 @@ import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from tapernorm.config import Config, ConfigError, DatasetConfig, NormConfig, all_keys, unknown_key
+from tapernorm.config import Config, DatasetConfig, NormConfig
+from tapernorm.schema import ConfigError, all_keys, unknown_key
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher

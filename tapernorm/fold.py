@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 
-from tapernorm.config import ConfigError, FoldedNormConfig
+from tapernorm.config import FoldedNormConfig
 from tapernorm.device import autocast
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
 from tapernorm.norms import GatedNorm, LayerForm, is_folded
+from tapernorm.schema import ConfigError
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from tapernorm.config import GATED, Config, removal_order, removal_waits
+from tapernorm.config import GATED, Config, removal_waits
+from tapernorm.sites import removal_order
 
 
 class Phase(StrEnum):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tapernorm.cache import KVCache
-from tapernorm.config import ConfigError
 from tapernorm.lean import lean
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError
 
 
 class NotFinite(RuntimeError):

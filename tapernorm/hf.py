@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tapernorm.config import ConfigError, ModelConfig
+from tapernorm.config import ModelConfig
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
 from tapernorm.norms import LayerForm
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import END_OF_TEXT, Tokenizer
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", flags=re.ASCII)  # owner/name, or name

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import ConfigError
 from tapernorm.export import read_exported
 from tapernorm.fold import fold
 from tapernorm.hf import fast_tokenizer, read_tokenizer
 from tapernorm.model import Angles, Decoder, SwiGLU, rotate
 from tapernorm.model import Attention as SelfAttention
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 
 FAMILIES: dict[type, str] = {nn.LayerNorm: "LN", nn.RMSNorm: "RMS"}  # what TransformerLens calls them

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from tapernorm import pretrained
-from tapernorm.config import Config, resolve, to_dict, write_text, write_yaml
+from tapernorm.config import Config, resolve
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
 from tapernorm.dynamics import UpdateRatio, probe
 from tapernorm.optim import learning_rate
+from tapernorm.schema import to_dict, write_text, write_yaml
 from tapernorm.tracking import Tracker
 from tapernorm.trainer import Divergence, TrainingRun
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tapernorm.cache import KVCache, LayerCache
-from tapernorm.config import AnyNormConfig, Config, ModelConfig, all_sites
+from tapernorm.config import AnyNormConfig, Config, ModelConfig
 from tapernorm.gate import Phase
 from tapernorm.norms import GatedNorm, TaperNorm, build_norm, needs_bias
+from tapernorm.sites import all_sites
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
 

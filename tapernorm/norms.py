@@ -22,10 +22,9 @@ from tapernorm.config import (
     NoNormConfig,
     StandardNormConfig,
     TaperNormConfig,
-    removal_turns,
-    select_sites,
 )
 from tapernorm.gate import Phase
+from tapernorm.sites import removal_turns, select_sites
 
 
 class GatedNorm(nn.Module):

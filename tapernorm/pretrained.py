@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
+from tapernorm.config import Config, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
 from tapernorm.gate import GateSchedule
 from tapernorm.hf import Pretrained, is_hub_form, open_pretrained
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import GPT2_VOCAB, Tokenizer, build_tokenizer
 
 # Keys that decide which function the weights are of; n_ctx does where positions are learned.

@@ -27,19 +27,8 @@ from typing import IO, Any
 import yaml
 
 from tapernorm import faults, git_revision
-from tapernorm.config import (
-    Config,
-    ConfigError,
-    all_keys,
-    build,
-    class_of,
-    leaves,
-    resolve,
-    to_dict,
-    unknown_key,
-    write_text,
-    write_yaml,
-)
+from tapernorm.config import Config, build, resolve
+from tapernorm.schema import ConfigError, all_keys, class_of, leaves, to_dict, unknown_key, write_text, write_yaml
 from tapernorm.tracking import finite
 
 Tree = dict[str, Any]
@@ -452,10 +441,10 @@ def check_keys(composed: Tree) -> None:
                 f"{section}={composed[section]}: a configuration that is replayed has no groups to choose from; "
                 f"override its keys one by one, as in {section}.name=..."
             )
-    known = [key for key, _ in all_keys()]
+    known = [key for key, _ in all_keys(Config)]
     for section in ("norm", "dataset"):  # of the chosen kind alone
         known = [key for key in known if not key.startswith(f"{section}.")]
-        known += [key for key, _ in all_keys(class_of(section, composed), f"{section}.")]
+        known += [key for key, _ in all_keys(class_of(Config, section, composed), f"{section}.")]
     for key, value in leaves(composed):
         if key not in known:
             raise ConfigError(unknown_key(key, known))
@@ -600,7 +589,7 @@ def _may_change(key: str, old: Any, new: Any, *, longer: bool) -> bool:
 
 def given_keys(overrides: Sequence[str]) -> list[str] | None:
     """The keys and sections that overrides name; None (all of them) if one, such as experiment=..., reaches further."""
-    known = {key for key, _ in all_keys()} | {key.partition(".")[0] for key, _ in all_keys()}
+    known = {key for key, _ in all_keys(Config)} | {key.partition(".")[0] for key, _ in all_keys(Config)}
     keys = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     return keys if all(key in known for key in keys) else None
 

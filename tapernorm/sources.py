@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from tapernorm import toy
-from tapernorm.config import ConfigError, HubDatasetConfig, PlainDatasetConfig, TextDatasetConfig, ToyDatasetConfig
+from tapernorm.config import HubDatasetConfig, PlainDatasetConfig, TextDatasetConfig, ToyDatasetConfig
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import END_OF_TEXT
 
 VALID_START = 1 << 40  # toy stories from this index on validate

@@ -25,7 +25,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from tapernorm import faults, run
-from tapernorm.config import ConfigError, build, resolve
+from tapernorm.config import build, resolve
+from tapernorm.schema import ConfigError
 from tapernorm.table import print_table
 
 LONGEST_NAME = 100

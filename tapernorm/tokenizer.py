@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tapernorm.config import ConfigError, TokenizerConfig
+from tapernorm.config import TokenizerConfig
+from tapernorm.schema import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking

@@ -24,7 +24,8 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from tapernorm.config import ConfigError, TrackingConfig
+from tapernorm.config import TrackingConfig
+from tapernorm.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.html"

@@ -18,7 +18,7 @@ from tapernorm import checkpoint as checkpoints
 from tapernorm import pretrained
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
-from tapernorm.config import Config, ConfigError, to_dict
+from tapernorm.config import Config
 from tapernorm.data import Batches, Prepared, validation_windows
 from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
@@ -26,6 +26,7 @@ from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.model import build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.tracking import Progress, Tracker, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.

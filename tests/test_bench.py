@@ -10,8 +10,10 @@ import torch
 
 from tapernorm import bench
 from tapernorm.bench import Case, Decoding, build_arms, load_base, operators, place, streamed_bytes, verdict
-from tapernorm.config import ARMS, BenchmarkConfig, ConfigError, ModelConfig
+from tapernorm.commands import ARMS, BenchmarkConfig
+from tapernorm.config import ModelConfig
 from tapernorm.generate import generate
+from tapernorm.schema import ConfigError
 from tapernorm.timing import Ratio
 
 TINY = BenchmarkConfig(

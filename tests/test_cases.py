@@ -467,7 +467,7 @@ def test_P27_a_compiled_run_is_evaluated_uncompiled(
     monkeypatch.setattr(torch, "compile", lambda f, **keys: compiler(f, backend="eager", **keys))
     summary = loop.train(tiny(norm="all_taper", trainer={"compile": True}), tmp_path, say=lambda line: None)
     torch._dynamo.reset()
-    from tapernorm.config import EvaluateConfig
+    from tapernorm.commands import EvaluateConfig
     from tapernorm.evaluation import evaluate_checkpoint
 
     path = checkpoints.find(tmp_path)

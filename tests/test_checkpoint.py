@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, to_dict
+from tapernorm.config import Config
 from tapernorm.loop import Interrupted, train
+from tapernorm.schema import ConfigError, to_dict
 from tests.test_training import assert_same_weights, rows, run, weights
 
 

@@ -262,7 +262,7 @@ def test_help(launch):
         "dataset.train=???",
     ):
         assert text in out
-    assert all(key in dict(cli.all_keys()) for key in cli.HELP_KEYS)
+    assert all(key in dict(cli.all_keys(Config)) for key in cli.HELP_KEYS)
 
 
 # ---------------------------------------------------------------------------------------------------------- exit status

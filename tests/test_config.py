@@ -10,24 +10,11 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tapernorm import cli
-from tapernorm.config import (
-    Config,
-    ConfigError,
-    DatasetConfig,
-    EvaluateConfig,
-    NormConfig,
-    TextDatasetConfig,
-    ToyDatasetConfig,
-    all_keys,
-    all_sites,
-    build,
-    leaves,
-    resolve,
-    select_sites,
-    to_dict,
-    validate,
-)
+from tapernorm.commands import EvaluateConfig
+from tapernorm.config import Config, DatasetConfig, NormConfig, TextDatasetConfig, ToyDatasetConfig, build, resolve
 from tapernorm.gate import GateSchedule
+from tapernorm.schema import ConfigError, all_keys, leaves, to_dict, validate
+from tapernorm.sites import all_sites, select_sites
 
 CHOICES = sorted(
     (group.name, str(file.relative_to(group).with_suffix("")))
@@ -260,7 +247,7 @@ def test_several_faults_are_told_together():
 
 
 def test_every_key_has_a_meaning():
-    own_words = [key for key, text in all_keys() if not text and not key.endswith(".kind")]
+    own_words = [key for key, text in all_keys(Config) if not text and not key.endswith(".kind")]
     assert own_words == []
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from tapernorm import data, sources, toy
-from tapernorm.config import Config, ConfigError, build
+from tapernorm.config import Config, build
 from tapernorm.data import Batches, Prepared, TokenFile, prepare, token_dtype, validation_windows
+from tapernorm.schema import ConfigError
 from tapernorm.sources import clean
 from tapernorm.tokenizer import Tokenizer
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tapernorm.config import ConfigError
 from tapernorm.device import autocast, keep_freed_memory, pick_device, pick_dtype
+from tapernorm.schema import ConfigError
 
 
 def test_P28_auto_works_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

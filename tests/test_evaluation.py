@@ -17,10 +17,12 @@ import torch
 from tapernorm import checkpoint as checkpoints
 from tapernorm import evaluation
 from tapernorm.cli import CONFIGS
-from tapernorm.config import Config, ConfigError, EvaluateConfig, TextDatasetConfig, resolve, validate
+from tapernorm.commands import EvaluateConfig
+from tapernorm.config import Config, TextDatasetConfig, resolve
 from tapernorm.evaluation import evaluate, evaluate_checkpoint
 from tapernorm.generate import generate
 from tapernorm.model import build_model
+from tapernorm.schema import ConfigError, validate
 from tapernorm.tracking import read_metrics
 from tests.test_training import run
 

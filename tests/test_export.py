@@ -16,13 +16,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import ConfigError, EvaluateConfig, ExportConfig, build, resolve
+from tapernorm.commands import EvaluateConfig, ExportConfig
+from tapernorm.config import build, resolve
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.export import _write_norm_free as write_norm_free
 from tapernorm.export import export, norm_free_config, read_exported
 from tapernorm.fold import fold
 from tapernorm.generate import generate
 from tapernorm.model import Decoder, build_model
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import run

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm.anchor import token_scale
-from tapernorm.config import Config, ConfigError, build, removal_order, removal_turns, resolve
+from tapernorm.config import Config, build, resolve
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.model import build_model
 from tapernorm.norms import FakeLN, FakeNorm
+from tapernorm.schema import ConfigError
+from tapernorm.sites import removal_order, removal_turns
 from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import EVERY_STEP, assert_same_weights, rows, run, weights
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from tapernorm import data
-from tapernorm.config import Config, ConfigError, EvaluateConfig, build, resolve, to_dict
+from tapernorm.commands import EvaluateConfig
+from tapernorm.config import Config, build, resolve
 from tapernorm.data import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.losses import Losses, document_of
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.tokenizer import Tokenizer
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import cli, pretrained
-from tapernorm.config import Config, ExportConfig, build, resolve
+from tapernorm.commands import ExportConfig
+from tapernorm.config import Config, build, resolve
 from tapernorm.data import Prepared, prepare
 from tapernorm.export import export
 from tapernorm.generate import generate

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError, EvaluateConfig, build, resolve, to_dict
+from tapernorm.commands import EvaluateConfig
+from tapernorm.config import Config, build, resolve
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.fold import certificate, count_norm_operations, describe, fold
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder, build_model
 from tapernorm.run import check_keys, run_single
+from tapernorm.schema import ConfigError, to_dict
 from tests.conftest import NORMS, TINY, merge
 from tests.test_training import run
 

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapernorm import cli
-from tapernorm.config import ConfigError, build, resolve
+from tapernorm.config import build, resolve
 from tapernorm.data import prepare
 from tapernorm.fold import fold
 from tapernorm.gate import Phase
 from tapernorm.loop import train
 from tapernorm.model import build_model
+from tapernorm.schema import ConfigError
 from tapernorm.tracking import read_metrics
 from tests.conftest import NORMS, TINY, merge
 

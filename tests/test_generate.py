@@ -18,12 +18,14 @@ from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import continuation
-from tapernorm.config import Config, ConfigError, GenerateConfig, TokenizerConfig, build, resolve
+from tapernorm.commands import GenerateConfig
+from tapernorm.config import Config, TokenizerConfig, build, resolve
 from tapernorm.continuation import Transcript, continue_text
 from tapernorm.fold import fold
 from tapernorm.gate import Phase
 from tapernorm.generate import NotFinite, candidates, choose, generate, window_start
 from tapernorm.model import Decoder, build_model
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import build_tokenizer
 from tests.conftest import NORMS, TINY, merge
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapernorm import pretrained
-from tapernorm.config import Config, ConfigError, resolve
+from tapernorm.config import Config, resolve
 from tapernorm.gate import Phase
 from tapernorm.hf import is_hub_form, to_gpt2, to_stock
 from tapernorm.model import Decoder, build_model
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 from tapernorm.tracking import read_metrics
 from tests.conftest import GPT2

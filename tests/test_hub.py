@@ -12,8 +12,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tapernorm import cli, sources
-from tapernorm.config import Config, ConfigError, HubDatasetConfig, build
+from tapernorm.config import Config, HubDatasetConfig, build
 from tapernorm.data import Prepared, prepare, prepare_valid
+from tapernorm.schema import ConfigError
 from tapernorm.sources import document_hash, open_source
 from tapernorm.tokenizer import Tokenizer
 from tests.test_data import config_for, stories_of, text_config, write_any

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformer_lens", reason="the extra is absent: pip install -c constraints.txt -e '.[lens]'")
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import ConfigError, ExportConfig
+from tapernorm.commands import ExportConfig
 from tapernorm.export import export
 from tapernorm.fold import fold
 from tapernorm.generate import generate
 from tapernorm.lens import to_hooked
 from tapernorm.model import Decoder
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 from tests.test_export import BYTES, EOT, FAMILIES, MODES, exported, saved, tokens
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config import Config, ConfigError, build, resolve
+from tapernorm.config import Config, build, resolve
 from tapernorm.hf import to_llama
 from tapernorm.model import Decoder, build_model
 from tapernorm.norms import TaperNorm
+from tapernorm.schema import ConfigError
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -47,6 +47,11 @@ def test_the_two_commands_are_there() -> None:
     assert (ROOT / "constraints.txt").read_text().count("torch==2.13.0") == 1
 
 
+def test_every_module_is_named() -> None:
+    modules = {path.name for path in (ROOT / "tapernorm").glob("*.py")} - {"__init__.py"}
+    assert modules == set(re.findall(r"`(?:tapernorm/)?(\w+\.py)`", README)) & modules
+
+
 def test_every_choice_is_named() -> None:
     for folder in (ROOT / "configs").iterdir():
         if folder.is_dir() and folder.name not in ("experiment", "dataset"):

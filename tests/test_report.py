@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from tapernorm import report, run, sweep
-from tapernorm.config import Config, build, resolve, to_dict, write_yaml
+from tapernorm.config import Config, build, resolve
 from tapernorm.report import charts, compare, page, runs
 from tapernorm.report.compare import Comparison
+from tapernorm.schema import to_dict, write_yaml
 from tapernorm.tracking import METRICS
 from tests.conftest import NORMS, TINY, merge
 

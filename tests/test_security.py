@@ -21,11 +21,12 @@ from safetensors.torch import save_file
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import cli, faults
-from tapernorm.config import Config, ConfigError, build, resolve, to_dict
+from tapernorm.config import Config, build, resolve
 from tapernorm.data import prepare
 from tapernorm.hf import open_pretrained
 from tapernorm.loop import train
 from tapernorm.run import load_run
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.tokenizer import build_tokenizer
 from tests.conftest import TINY, merge
 

@@ -17,11 +17,13 @@ import torch
 from tapernorm import checkpoint as checkpoints
 from tapernorm import published
 from tapernorm.cli import CONFIGS
-from tapernorm.config import Config, ConfigError, EvaluateConfig, ExportConfig, TokenizerConfig, validate
+from tapernorm.commands import EvaluateConfig, ExportConfig
+from tapernorm.config import Config, TokenizerConfig
 from tapernorm.data import TokenFile, usable_windows
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.export import export
 from tapernorm.losses import document_of
+from tapernorm.schema import ConfigError, validate
 from tapernorm.tokenizer import Tokenizer, build_tokenizer
 from tests.conftest import GPT2
 from tests.test_data import SHARED, needs_shared, write_any

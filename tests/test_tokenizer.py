@@ -10,7 +10,8 @@ import pytest
 
 from tapernorm import tokenizer as tokenizer_module
 from tapernorm import toy
-from tapernorm.config import ConfigError, TokenizerConfig
+from tapernorm.config import TokenizerConfig
+from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer, build_tokenizer
 
 SHARED = Path(__file__).parents[1] / "../shared/data"

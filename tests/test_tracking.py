@@ -24,7 +24,8 @@ import pytest
 import torch
 import yaml
 
-from tapernorm.config import ConfigError, TrackingConfig
+from tapernorm.config import TrackingConfig
+from tapernorm.schema import ConfigError
 from tapernorm.tracking import METRICS, METRICS_FILE, Mirror, Progress, Tracker, read_metrics
 
 REPO = Path(__file__).parents[1]

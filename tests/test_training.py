@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, ConfigError
+from tapernorm.config import Config
 from tapernorm.loop import Divergence, train
+from tapernorm.schema import ConfigError
 from tapernorm.tracking import read_metrics
 
 EVERY_STEP = {"log_interval": 1, "save_interval": 1, "keep_last": 1000}

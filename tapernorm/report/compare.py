@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapernorm import run as saved_runs
-from tapernorm.config import leaves
 from tapernorm.report.runs import CHASING_DRIFT, LEVER, VERDICTS, Run, silence
+from tapernorm.schema import leaves
 from tapernorm.statistics import OUTLIER_MIN, OUTLIER_Z, Estimate, estimate, holm, outliers, p_value, paired_percent
 from tapernorm.tracking import clock
 

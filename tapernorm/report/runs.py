@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from tapernorm import run as saved_runs
-from tapernorm.config import GATED, ConfigError
+from tapernorm.config import GATED
+from tapernorm.schema import ConfigError
 from tapernorm.tracking import METRICS_FILE, read_metrics
 
 Tree = dict[str, Any]
