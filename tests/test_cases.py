@@ -347,7 +347,7 @@ def test_P26_corpus_shorter_than_the_context(train: Command) -> None:
         ([f"dataset.train={train_file}", "dataset.valid=short.txt"], "the validation split has 17 tokens"),
         (["dataset.train=short.txt", f"dataset.valid={valid}"], "the training split has 17 tokens"),
         ([f"dataset.train={train_file}", "dataset.valid=empty.txt"], "the validation split has 0 tokens"),
-        (["dataset.train=empty.txt", f"dataset.valid={valid}"], "there is no story to train on"),
+        (["dataset.train=empty.txt", f"dataset.valid={valid}"], "there is no document to train on"),
     ):
         status, _, err = train(*bytes_, *given)
         assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and message in err
