@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,8 @@ def delete(path: Path) -> None:
     """Remove a checkpoint; renamed first, so that a kill in the midst leaves nothing that looks like a damaged one."""
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
+    with suppress(OSError):  # it has gone already, or may not be touched: no reason to stop a run
+        path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

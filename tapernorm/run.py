@@ -572,7 +572,8 @@ def changes(
 ) -> list[tuple[str, Any, Any]]:
     """(key, saved value, new value) where the new command differs from the saved run; see `go_on`.
 
-    A value that was left null and then resolved equals both itself and null. Raises ConfigError, naming them all, for
+    A value that was left null and then resolved equals both itself and null; otherwise what was resolved counts, as a
+    change that was asked for may have been refused since. Raises ConfigError, naming them all, for
     changes of the training.
     """
     new, before, resolved = (dict(leaves(tree)) for tree in (composed, saved.composed, saved.resolved))
@@ -581,7 +582,8 @@ def changes(
         if within(key, OWN) or (given is not None and not within(key, given)):
             continue
         value = new.get(key)
-        if value != resolved.get(key) and value != before.get(key):
+        derived = value is None and before.get(key) is None
+        if value != resolved.get(key) and not derived:
             found.append((key, resolved.get(key), value))
     refused = [change for change in found if not _may_change(*change, longer=longer)]
     if refused:

@@ -84,7 +84,7 @@ class Mirror:
         self.run: Any = None
         self.problem: str | None = None
         self.error: Exception | None = None
-        self._calls: queue.Queue[tuple[Callable[[Any], Any], bool]] = queue.Queue(self.WAITING)
+        self._calls: queue.Queue[tuple[Callable[[Any], Any], bool] | None] = queue.Queue(self.WAITING)
         # A daemon, as a call that hangs must not keep the process from ending.
         threading.Thread(target=self._work, name="W&B", daemon=True).start()
 
@@ -104,6 +104,11 @@ class Mirror:
         except queue.Full:
             self.problem = self.problem or "it does not keep up"
 
+    def close(self) -> None:
+        """Let the thread end once it has nothing left to do."""
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+
     def wait(self, seconds: float) -> bool:
         """Wait until every call has been made; False, and a problem, if that takes longer."""
         end = time.monotonic() + seconds
@@ -117,8 +122,8 @@ class Mirror:
         return True
 
     def _work(self) -> None:
-        while True:
-            call, always = self._calls.get()
+        while (item := self._calls.get()) is not None:
+            call, always = item
             try:
                 if self.problem is None or always:
                     call(self.run)
@@ -130,7 +135,7 @@ class Mirror:
 
 
 def _end_service() -> None:
-    """End W&B's service process: the interpreter would wait for it at its end, a later run in this process would use it.
+    """End W&B's service process, for which the interpreter would wait at its end and which a later run would use.
 
     It may hang or be dead already, so nothing is asked of it, as wandb.teardown() would.
     """
@@ -266,8 +271,9 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and not self._finished:  # at once
-            self._leave_wandb(0)
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._mirror is not None:  # at once
+            _end_service()
+            self._mirror = None
         self.finish("finished" if kind is None else "failed")
 
     def _log_report(self, run: Any) -> None:
@@ -308,6 +314,7 @@ class Tracker:
             if self._mirror.problem or not done:  # or it was Ctrl-C
                 _end_service()
             self._tell_problem()
+            self._mirror.close()
             self._mirror = None
 
     def _start_wandb(

@@ -86,7 +86,9 @@ def test_streamed_bytes_by_hand(arms: bench.Arms) -> None:
         ((0.9, 0.88, 0.92), (1.0, 0.98, 1.02), 9, "too few samples"),
     ],
 )
-def test_verdicts(speedup: tuple[float, ...], control: tuple[float, ...], samples: int, expected: str) -> None:
+def test_P34_a_difference_within_that_of_two_equal_arms_is_none(
+    speedup: tuple[float, ...], control: tuple[float, ...], samples: int, expected: str
+) -> None:
     assert verdict(Ratio(*speedup), Ratio(*control), samples) == expected
 
 
@@ -142,11 +144,26 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "case 4 of 4: eager, bfloat16, batch 8, ETA" in capsys.readouterr().out
 
 
-def test_unless_it_is_asked_for_compilation_is_measured_once() -> None:
+def test_P34_compilation_is_measured_too_once_unless_it_is_asked_for() -> None:
     cases = bench._cases(dataclasses.replace(TINY, modes=None), torch.device("cpu"))
     assert [str(case) for case in cases if case.mode == "compile"] == ["compile, float32, batch 1"]
     assert len(cases) == 5 and cases[-1].mode == "compile"
     assert len(bench._cases(dataclasses.replace(TINY, modes=("compile",)), torch.device("cpu"))) == 4
+
+
+def test_P34_two_runs_tell_their_spread_and_agree_within_it() -> None:
+    """Timings of tiny work on a machine with other work: what must hold is that the intervals say so."""
+    config = dataclasses.replace(TINY, dtypes=("float32",), batch_sizes=(1,), repeats=6)
+    first, second = (
+        {(row["phase"], row["arm"]): row for row in bench.benchmark(config)["cases"][0]["rows"]} for _ in range(2)
+    )
+    for key, row in first.items():
+        assert row["samples"] == len(row["all_ms"]) == 12
+        assert row["ms_quartiles"][0] <= row["ms"] <= row["ms_quartiles"][1]
+        assert row["speedup"]["low"] <= row["speedup"]["value"] <= row["speedup"]["high"]
+        assert row["speedup"]["low"] <= second[key]["speedup"]["high"]
+        assert second[key]["speedup"]["low"] <= row["speedup"]["high"]
+    assert first["decode", "baseline_again"]["verdict"] == "no measurable gain", "two equal arms"
 
 
 def test_time_that_is_up_and_cases_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

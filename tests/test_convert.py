@@ -286,8 +286,9 @@ def test_the_final_norm_must_be_the_last_that_runs() -> None:
 
 @every_family
 @pytest.mark.parametrize("tied", [True, False])
-def test_folded_equals_unfolded(family: str, tied: bool) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+def test_P32_folded_equals_unfolded(family: str, tied: bool) -> None:
+    """With random gains and biases, in nn.Linear and (GPT-2) Conv1D."""
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
         model = build(family, tied).to(dtype)
         handle = closed(model, norms=["*"], final=True)
         embedding = model.get_input_embeddings().weight.detach().clone()

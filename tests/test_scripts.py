@@ -165,3 +165,21 @@ def test_the_dashboard_without_its_extra_is_one_line(
         load("wandb_dashboard").main(["--print"])
     [line] = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "pip install -c constraints.txt -e '.[dashboard]'" in line
+
+
+# ---------------------------------------------------------------------------------------------------------- soak.py
+
+
+def test_soak_kills_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three kills of a short run; the long version is for whoever changes how state is saved."""
+    main = load("soak").main
+    assert main(["--kills", "3", "--steps", "60", "--directory", str(tmp_path / "soak")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kill ") == 3 and "kill 2 of 3: in the preparation" in out
+    assert out.endswith("equal: weights bit for bit, each step exactly once\n")
+    metrics = tmp_path / "soak" / "killed" / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    difference = load("soak").functions["difference"]
+    assert "each step exactly once" in difference(tmp_path / "soak" / "undisturbed", tmp_path / "soak" / "killed", 60)
+    with pytest.raises(SystemExit):
+        main(["--directory", str(tmp_path)])

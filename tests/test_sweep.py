@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tapernorm import cli, faults, run, sweep
 from tapernorm.config import resolve
@@ -44,6 +45,9 @@ def test_P04_names_need_no_quoting_and_are_unique():
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[\w.+-]+", name) and len(name) <= sweep.LONGEST_NAME for name in names), names
     assert names[0] == "norm-baseline_seed-1"
+    for name in names:  # a path to one needs no quotes on a command line either
+        override = OverridesParser.create().parse_override(f"checkpoint=runs/sweeps/s/{name}")
+        assert override.value() == f"runs/sweeps/s/{name}"
 
 
 def test_names_leave_out_where_and_how_a_job_runs():
@@ -389,7 +393,8 @@ def test_P10_joblib_runs_jobs_in_processes(tmp_path):
     """Two jobs train side by side, one cannot; the table comes from the files."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    done = start(tmp_path, "-m", *parallel, "trainer.max_steps=8", "seed=1,2,-1", "sweep.name=s")
+    arguments = ["trainer.max_steps=8", "seed=1,2,-1", "sweep.name=s", "tracking.wandb=offline"]
+    done = start(tmp_path, "-m", *parallel, *arguments)
     out, err = done.communicate()
     assert done.returncode == 1, err
     files = sorted((tmp_path / "runs" / "sweeps" / "s").glob("*/summary.json"))
@@ -397,6 +402,8 @@ def test_P10_joblib_runs_jobs_in_processes(tmp_path):
     assert statuses == {"1": "finished", "2": "finished", "-": "failed"}
     for seed in (1, 2):
         check_complete(next(path.parent for path in files if f"seed-{seed}" in str(path)), 8)
+    mirrored = [path.name.rpartition("-")[2] for path in tmp_path.glob("runs/sweeps/s/*/wandb/offline-run-*")]
+    assert len(mirrored) == len(set(mirrored)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     table = out[out.index(" job ") :]
     assert table.count("finished") == 2 and "seed=-1" in table

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -447,7 +451,176 @@ def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path) -> N
     assert len(lines_of(tmp_path)) == 3
 
 
+class HangingRun(BrokenRun):
+    """A W&B run whose service never answers a call of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: time.sleep(60) if name == self.name else None
+
+
+@pytest.mark.parametrize("call", ["log", "finish"])
+def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(Tracker, "FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(Mirror, "WAITING", 5)
+    said: list[str] = []
+    began = time.monotonic()
+    with make_tracker(tmp_path, said) as tracker:
+        mirror_to(tracker, HangingRun(call))
+        for step in range(1, 20):
+            tracker.log(step, {"train/loss": 1.0})
+            if call == "finish":
+                assert tracker._mirror is not None and tracker._mirror.wait(5)
+    assert time.monotonic() - began < 10
+    assert len(said) == 1 and said[0].endswith("the run goes on with metrics.jsonl alone")
+    assert ("it does not keep up" if call == "log" else "no answer within 0 s") in said[0]
+    assert [row["step"] for row in lines_of(tmp_path)] == list(range(1, 20))
+
+
+def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with make_tracker(tmp_path) as tracker:
+            mirror_to(tracker, HangingRun("log"))
+            tracker.log(1, {"train/loss": 1.0})
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began < 10 and len(lines_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_hanging_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    monkeypatch.setattr(Tracker, "START_SECONDS", 0.1)
+    monkeypatch.setattr(Tracker, "_connect", lambda *_: time.sleep(60))
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "0.1")
+    said: list[str] = []
+    online = TrackingConfig(wandb="online", strict=strict)
+
+    def start() -> Tracker:
+        return Tracker(tmp_path, {}, online, name="test", tokens_per_step=64, say=said.append)
+
+    if strict:
+        with pytest.raises(ConfigError, match="W&B cannot be reached: no answer within 0 s"):
+            start()
+        return
+    with start() as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+    assert len(said) == 1 and "W&B cannot start (no answer within 0 s)" in said[0]
+    assert len(lines_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: str) -> None:
+    """A real offline run, in a process of its own that has to end, and silently."""
+    script = (
+        "import pathlib, signal, sys, time; from tapernorm.config import TrackingConfig\n"
+        "from tapernorm.tracking import Tracker\n"
+        "from wandb.sdk import wandb_setup\n"
+        "offline = TrackingConfig(wandb='offline')\n"
+        "for name in ('one', 'two'):\n"
+        "    Tracker.FINISH_SECONDS = 1.0 if name == 'one' else 60.0\n"
+        "    folder = pathlib.Path(sys.argv[1], name)\n"
+        "    with Tracker(folder, {'seed': 1}, offline, name=name, tokens_per_step=64) as tracker:\n"
+        "        for step in range(1, 41):\n"
+        "            tracker.log(step, {'a': step})\n"
+        "            if step == 20 and name == 'one':\n"
+        f"                wandb_setup._singleton._connection._proc._process.send_signal(signal.{fate})\n"
+        "                time.sleep(0.2)\n"
+    )
+    with (tmp_path / "console.txt").open("w") as console:  # not a pipe, which a service that hangs would keep open
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            cwd=REPO,
+            env=wandb_environment(tmp_path / "home"),
+            stdout=console,
+            stderr=console,
+            timeout=60,
+        )
+    [warning] = (tmp_path / "console.txt").read_text().splitlines()
+    assert done.returncode == 0 and warning.startswith("warning: W&B failed ("), warning
+    assert ("no answer within 1 s" in warning) is (fate == "SIGSTOP")
+    for name in ("one", "two"):
+        assert lines_of(tmp_path / name) == [line(step, {"a": step}) for step in range(1, 41)]
+    [run] = (tmp_path / "two" / "wandb").glob("offline-run-*")
+    assert len(OfflineRun(run).rows) == 40, "the next run of the process has a service of its own"
+
+
+def test_a_full_disk_of_wandb_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its service loses rows without a word."""
+    said: list[str] = []
+    (tmp_path / "wandb").mkdir()
+    with make_tracker(tmp_path, said) as tracker:
+        mirror_to(tracker, HangingRun("nothing"))
+        tracker.log(1, {"train/loss": 1.0})
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert said == ["warning: W&B failed (its disk is full); the run goes on with metrics.jsonl alone"]
+
+
+# ----------------------------------------------------------------------------------------------- metrics and full disks
+
+
+class FullFile:
+    """metrics.jsonl on a disk that has `room` bytes left beyond what is there."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.end = file, file.seek(0, os.SEEK_END) + room
+
+    def write(self, data: memoryview) -> int:
+        left = self.end - self.file.tell()
+        if left <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data[:left])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 20])
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_full_disk_leaves_whole_rows(tmp_path: Path, room: int, step: int) -> None:
+    """Whether a new row or more of the last one does not fit."""
+    with make_tracker(tmp_path) as tracker:
+        for k in (1, 2):
+            tracker.log(k, {"train/loss": 1.0})
+        before = lines_of(tmp_path)
+        tracker._file = FullFile(tracker._file, room)  # type: ignore[assignment]
+        with pytest.raises(OSError, match="No space left") as full:
+            tracker.log(step, {"val/loss": 2.0, "val/perplexity": 3.0})
+        assert full.value.filename == str(tmp_path / METRICS_FILE)
+    assert lines_of(tmp_path) == before
+
+
+def test_a_row_that_a_kill_tore_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
+    with make_tracker(tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"train/loss": 1.0})
+        state = json.loads(json.dumps(tracker.state()))
+        tracker.log(2, {"val/loss": 2.0})
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes()[:-15])
+    with make_tracker(tmp_path, resume_step=2, state=state) as tracker:
+        tracker.log(2, {"val/loss": 2.0})
+    assert lines_of(tmp_path) == [line(1, {"train/loss": 1.0}), line(2, {"train/loss": 1.0, "val/loss": 2.0})]
+
+
 # -------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_survives_whoever_read_along() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    progress = Progress(2, mode="lines", stream=Closed())
+    progress.update(1, loss=1.0, gate=1.0, tokens_per_s=1.0)
+    progress.close()
 
 
 class FakeClock:
