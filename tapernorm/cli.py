@@ -156,8 +156,10 @@ def _check_saved(file: Path) -> None:
     for what in ("hydra", "defaults"):
         if isinstance(tree, dict) and what in tree:
             raise ConfigError(f"{file} has a section '{what}', which can start programs; a saved one has none")
+    # Keys and values as they are read, the doubled ones too: in the text an escape such as \x24 would hide a '$'.
+    scalars = [token.value for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
     for what in ("@package", "${"):
-        if what in text:
+        if any(what in string for string in (text, *scalars)):
             raise ConfigError(f"{file} contains '{what}', which a saved configuration does not; take it out")
 
 

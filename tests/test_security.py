@@ -253,6 +253,9 @@ ATTACKS = {
     "tag": "x: !!python/object/apply:os.system [touch MARKER]",
     "secret": "name: ${oc.env:WANDB_API_KEY}",
     "hidden secret": "name: '${${a}:WANDB_API_KEY}'",
+    "escaped secret": 'name: "\\x24{oc.env:WANDB_API_KEY}"',
+    "folded secret": 'tracking: {tags: ["$\\\n  {oc.env:WANDB_API_KEY}"]}',
+    "secret in a key": '? "\\x24{oc.env:WANDB_API_KEY}"\n: 1',
 }
 
 
