@@ -132,6 +132,21 @@ def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[
     assert attention[0] == 1.0 and attention[1] == attention[2] != attention[3] == attention[4]
 
 
+@pytest.mark.parametrize("calibration", ["ema", "none"])
+def test_removals_are_not_compiled(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibration: str
+) -> None:
+    """Each changes the graph: seven compilations would be close to the limit, after which all of it runs eager."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, original = CompileCounter(), torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, **keys: original(f, backend=counter, **keys))
+    run(fake(tiny, calibration={"kind": calibration, "window": 4}, trainer={"compile": True}), tmp_path)
+    torch._dynamo.reset()
+    assert counter.frame_count == 2, "before the first removal and after the last"
+
+
 @pytest.mark.parametrize("step", [4, 12, 16, 22])
 def test_P24_resumed_in_between_equals_uninterrupted(tiny: Callable[..., Config], tmp_path: Path, step: int) -> None:
     config = fake(tiny, anchor={"kind": "batch_mean"}, model={"dropout": 0.1})
