@@ -131,7 +131,7 @@ def check_replayed(argv: Sequence[str]) -> None:
     given = get_args_parser().parse_args(argv[1:])
     if given.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun opens a pickle, which can execute code; use --config-path RUN/.hydra")
-    directory = CONFIGS if given.config_path is None else Path(argv[0]).resolve().parent / given.config_path
+    directory = CONFIGS if given.config_path is None else Path(argv[0]).parent.resolve() / given.config_path
     if not directory.is_dir():  # Hydra would also look into packages, and import them
         raise ConfigError(f"--config-path {given.config_path}: no such directory ({directory})")
     name = given.config_name

@@ -295,6 +295,14 @@ def test_other_ways_in_are_closed(saved: Path, monkeypatch: pytest.MonkeyPatch, 
     one_line(caught.value)
 
 
+def test_what_is_checked_is_what_hydra_reads_beside_a_linked_program(saved: Path) -> None:
+    """Hydra takes --config-path from the directory of the link, not of what it points to."""
+    (saved.parent / "train.py").symlink_to(ROOT / "train.py")
+    (saved / "config.yaml").write_text(ATTACKS["environment"])
+    with pytest.raises(ConfigError, match="has a section 'hydra'"):
+        cli.check_replayed([str(saved.parent / "train.py"), "--config-path", ".hydra", "--config-name", "config"])
+
+
 @pytest.mark.parametrize("attack", ["callback of a mild class", "tag"])
 def test_a_malicious_run_directory_is_refused_in_one_line(saved: Path, marker: Path, attack: str) -> None:
     file = saved / "config.yaml"
