@@ -171,3 +171,11 @@ def test_the_spread_of_the_scales_shrinks_under_the_batch_mean_anchor(
         assert ("anchor/weighted" in last) is (kind == "batch_mean")
     assert spread["batch_mean"] < spread["none"]
     assert "anchor/weighted" in rows(tmp_path / "batch_mean")[0], "it acts from the first step"
+
+
+def test_the_batch_mean_anchor_needs_no_warmup(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    usual = {"gate": {"k_warmup": 0}, "trainer": EVERY_STEP | {"max_steps": 3}}
+    run(tiny(norm="baseline", anchor={"kind": "batch_mean"}, **usual), tmp_path)
+    assert all(row["anchor/weighted"] > 0 and "scale/target" not in row for row in rows(tmp_path))
+    with pytest.raises(ConfigError, match="leaves no step to calibrate on"):
+        tiny(norm="baseline", anchor={"kind": "mean_log"}, **usual)
