@@ -72,8 +72,11 @@ class Calibration:
         self.averages = {site: Ema(decay) for site in self.norms}
 
     def records(self, step: int) -> bool:
-        """Whether this step's forwards are to be recorded."""
-        return bool(self.norms) and self.k_warmup - self.window < step <= self.k_last
+        """Whether this step's forwards are to be recorded, and for that not compiled.
+
+        A FakeNorm's removals change the graph, so their steps count also where nothing is recorded (calibration=none).
+        """
+        return bool(self.norms or self.fakes) and self.k_warmup - self.window < step <= self.k_last
 
     @contextmanager
     def recording(self, step: int) -> Iterator[bool]:

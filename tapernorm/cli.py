@@ -135,7 +135,7 @@ def check_replayed(argv: Sequence[str]) -> None:
     given = get_args_parser().parse_args(argv[1:])
     if given.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun opens a pickle, which can execute code; use --config-path RUN/.hydra")
-    directory = CONFIGS if given.config_path is None else Path(argv[0]).resolve().parent / given.config_path
+    directory = CONFIGS if given.config_path is None else Path(argv[0]).parent.resolve() / given.config_path
     if not directory.is_dir():  # Hydra would also look into packages, and import them
         raise ConfigError(f"--config-path {given.config_path}: no such directory ({directory})")
     name = given.config_name
@@ -160,8 +160,10 @@ def _check_saved(file: Path) -> None:
     for what in ("hydra", "defaults"):
         if isinstance(tree, dict) and what in tree:
             raise ConfigError(f"{file} has a section '{what}', which can start programs; a saved one has none")
+    # Keys and values as they are read, the doubled ones too: in the text an escape such as \x24 would hide a '$'.
+    scalars = [token.value for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
     for what in ("@package", "${"):
-        if what in text:
+        if any(what in string for string in (text, *scalars)):
             raise ConfigError(f"{file} contains '{what}', which a saved configuration does not; take it out")
 
 

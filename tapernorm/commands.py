@@ -30,7 +30,7 @@ class EvaluateConfig:
     tokens: PositiveInt | None = meaning("validation tokens; null: as many as in training, or all of other text", None)
     batch_size: PositiveInt = meaning("sequences per forward; does not change the loss", 8)
     worst: NonNegativeInt = meaning("documents to list, by their mean and by their total loss", 3)
-    samples: NonNegativeInt | None = meaning("stories to print; null: 3, or none when checkpoints are compared", None)
+    samples: NonNegativeInt | None = meaning("stories to print; null: 3, or none where there is a table", None)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     prompt: str = meaning("text that the samples continue", "")
     temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)

@@ -433,13 +433,15 @@ def _check_relations(config: Config) -> None:
         )
     if k_warmup > trainer.max_steps:
         raise ConfigError(f"gate.k_warmup={k_warmup} lies beyond trainer.max_steps={trainer.max_steps}")
-    if k_warmup == 0 and ((tapers and config.calibration.kind != "none") or config.anchor.kind != "none"):
+    needs_target = config.anchor.kind not in ("none", "batch_mean")
+    if k_warmup == 0 and ((tapers and config.calibration.kind != "none") or needs_target):
         raise ConfigError(
             "gate.k_warmup=0 leaves no step to calibrate on; use at least 1, or calibration=none anchor=none"
         )
     if config.anchor.absolute_weight is not None and config.anchor.kind != "fixed_target":
+        own = "spread_weight" if config.anchor.kind == "batch_mean" else "weight"
         raise ConfigError(
-            f"anchor.absolute_weight is for anchor=fixed_target; anchor={config.anchor.kind} has anchor.weight"
+            f"anchor.absolute_weight is for anchor=fixed_target; anchor={config.anchor.kind} has anchor.{own}"
         )
 
 

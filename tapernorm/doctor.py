@@ -38,6 +38,8 @@ EXTRAS = {
     "joblib": "sweeps in several processes",
     "slurm": "sweeps on SLURM",
     "dashboard": "scripts/wandb_dashboard.py",
+    "lens": "taking models apart (docs/interpretability.md)",
+    "lm_eval": "benchmarks of exported models (docs/method.md)",
 }
 MODULES = {"hydra-core": "hydra", "PyYAML": "yaml"}  # where the module has another name than the package
 VARIABLES = re.compile(  # that change what happens here; their values are not shown
@@ -139,7 +141,7 @@ def check_packages(options: Options) -> Iterator[Finding]:
     if fitting:
         yield ok("packages", f"{len(fitting)} within their ranges: {', '.join(fitting)}")
     for extra, purpose in EXTRAS.items():
-        for text in extras.get(extra, []):
+        for text in extras.get(extra, [])[:1]:  # what the extra is named after; the rest comes with it
             version = version_of(name_of(text))
             if version is not None and not fits(text, version):
                 yield warning("extras", f"{name_of(text)} {version} is outside {text}", f"{INSTALL[:-1]}'.[{extra}]'")

@@ -129,7 +129,8 @@ def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str | No
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if isinstance(output, Tensor) and not found and not torch.isfinite(output).all():
+            parts = output if isinstance(output, tuple) else (output,)  # a FakeNorm's may be a pair
+            if not found and not all(torch.isfinite(part).all() for part in parts if isinstance(part, Tensor)):
                 found.append(name)
 
         return model.get_submodule(name).register_forward_hook(hook)

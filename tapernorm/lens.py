@@ -1,6 +1,6 @@
 """Models for TransformerLens, whose tools take a model apart. The only module that imports transformer_lens.
 
-TransformerLens has a decoder of its own, which is filled with our tensors. A norm that was tapered is not in it, and
+TransformerLens has a decoder of its own, which is filled with our tensors. A norm that was taken away is not in it, and
 its hooks have the names that the community knows. docs/interpretability.md shows what that is good for.
 """
 
@@ -31,7 +31,7 @@ def to_hooked(source: Decoder | str | Path, *, tokenizer: Tokenizer | None = Non
 
     source: a model (whose `tokenizer` may be given), or the directory of a run, a checkpoint or an exported model.
 
-    Tapered norms are folded and gone; a LayerNorm's beta has become biases. `cfg.normalization_type` says what is left:
+    Gated norms are folded and gone; a LayerNorm's beta has become biases. `cfg.normalization_type` says what is left:
     None where that is nothing, else 'LN' or 'RMS', and then a norm that is gone is an nn.Identity in its place.
     With `fold_gains` those that are left lose their gains too ('LNPre', 'RMSPre'): their linear part is then W_U's.
 
@@ -43,7 +43,7 @@ def to_hooked(source: Decoder | str | Path, *, tokenizer: Tokenizer | None = Non
     else:
         model, words = _read(Path(source))
     name = f"{model.config.name}-{model.norm_config.name}"
-    if model.taper_norms() or (fold_gains and model.norm_config.kind != "folded"):
+    if model.gated_norms() or (fold_gains and model.norm_config.kind != "folded"):
         model = fold(model, gains=fold_gains)
     config = lens.TransformerBridgeConfig(
         model_name=name,

@@ -1,6 +1,8 @@
 """The shape of the package: who imports whom, and who may import the heavy libraries."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "tapernorm"
@@ -58,6 +60,11 @@ def test_imports_point_one_way() -> None:
     for name, allowed in ALLOWED.items():
         own = {part.split(".")[1] for part in imports(PACKAGE / f"{name}.py") if part.startswith("tapernorm.")}
         assert own & modules <= allowed, name
+
+
+def test_configurations_are_checked_before_torch_is_imported() -> None:
+    code = "import sys, tapernorm.cli, tapernorm.commands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_reports_are_made_from_files_alone() -> None:

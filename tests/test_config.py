@@ -231,7 +231,8 @@ def test_round_trip():
         (["norm.sites=[]"], "norm=baseline"),
         (["gate.k_taper=400"], "gate.k_taper=400 <= trainer.max_steps=300"),
         (["gate.k_warmup=0"], "gate.k_warmup=0"),
-        (["anchor=mean_log", "anchor.absolute_weight=1"], "anchor.absolute_weight is for anchor=fixed_target"),
+        (["anchor=mean_log", "anchor.absolute_weight=1"], "anchor=mean_log has anchor.weight"),
+        (["anchor=batch_mean", "anchor.absolute_weight=1"], "anchor=batch_mean has anchor.spread_weight"),
     ],
 )
 def test_P05_P08_faults_are_named_in_one_line(overrides, message):

@@ -140,3 +140,8 @@ def test_first_nonfinite_names_the_place() -> None:
             parameter.mul_(1e30)
     assert first_nonfinite(model, tokens, targets).startswith("blocks.1.mlp")
     assert first_nonfinite(model_of(NORMS["none"]).float(), tokens, targets) is None
+    half = model_of(NORMS["fake_ln"]).float()
+    half.set_gate(0.4, Phase.TAPERING)  # all Q and K by a frozen scale, all V by the norm
+    half.blocks[1].attn_norm.c.fill_(1e38).mul_(10)
+    assert isinstance(half.blocks[1].attn_norm(torch.ones(1, 1, half.config.d_model)), tuple)
+    assert first_nonfinite(half, tokens, targets) == "blocks.1.attn_norm"

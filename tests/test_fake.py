@@ -132,6 +132,21 @@ def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[
     assert attention[0] == 1.0 and attention[1] == attention[2] != attention[3] == attention[4]
 
 
+@pytest.mark.parametrize("calibration", ["ema", "none"])
+def test_removals_are_not_compiled(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibration: str
+) -> None:
+    """Each changes the graph: seven compilations would be close to the limit, after which all of it runs eager."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, original = CompileCounter(), torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, **keys: original(f, backend=counter, **keys))
+    run(fake(tiny, calibration={"kind": calibration, "window": 4}, trainer={"compile": True}), tmp_path)
+    torch._dynamo.reset()
+    assert counter.frame_count == 2, "before the first removal and after the last"
+
+
 @pytest.mark.parametrize("step", [4, 12, 16, 22])
 def test_P24_resumed_in_between_equals_uninterrupted(tiny: Callable[..., Config], tmp_path: Path, step: int) -> None:
     config = fake(tiny, anchor={"kind": "batch_mean"}, model={"dropout": 0.1})
@@ -156,3 +171,11 @@ def test_the_spread_of_the_scales_shrinks_under_the_batch_mean_anchor(
         assert ("anchor/weighted" in last) is (kind == "batch_mean")
     assert spread["batch_mean"] < spread["none"]
     assert "anchor/weighted" in rows(tmp_path / "batch_mean")[0], "it acts from the first step"
+
+
+def test_the_batch_mean_anchor_needs_no_warmup(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    usual = {"gate": {"k_warmup": 0}, "trainer": EVERY_STEP | {"max_steps": 3}}
+    run(tiny(norm="baseline", anchor={"kind": "batch_mean"}, **usual), tmp_path)
+    assert all(row["anchor/weighted"] > 0 and "scale/target" not in row for row in rows(tmp_path))
+    with pytest.raises(ConfigError, match="leaves no step to calibrate on"):
+        tiny(norm="baseline", anchor={"kind": "mean_log"}, **usual)

@@ -47,8 +47,8 @@ def refused(error: ConfigError) -> str:
 BLOCK = st.sampled_from(["attn", "mlp", "final", "0.attn", "1.mlp", "0-1.mlp", "2.attn"])  # 2 is not always there
 GROUPS = {
     "norm": st.sampled_from(list(NORMS)),
-    "anchor": st.sampled_from(["none", "fixed_target", "log_target", "mean_log"]),
-    "gate": st.sampled_from(["cosine", "linear", "sqrt", "step", "constant"]),
+    "anchor": st.sampled_from(["none", "fixed_target", "log_target", "mean_log", "batch_mean"]),
+    "gate": st.sampled_from(["cosine", "linear", "sqrt", "step", "sequential", "constant"]),
     "calibration": st.sampled_from(["ema", "one_batch", "none"]),
     "tokenizer": st.sampled_from(["bpe", "bytes"]),
 }
@@ -81,9 +81,12 @@ VALUES = {
     "norm.sites": st.lists(BLOCK, min_size=1, max_size=3).map(lambda sites: f"[{','.join(sites)}]"),
     "anchor.weight": number(0, 10),
     "anchor.absolute_weight": optional(number(0, 10)),
+    "anchor.spread_weight": number(0, 10),
     "gate.k_warmup": optional(st.integers(0, 4)),
     "gate.k_taper": optional(st.integers(1, 4)),
     "gate.k_taper_share": number(0.01, 1),
+    "gate.first_removal": optional(st.integers(1, 3)),
+    "gate.gaps": st.sampled_from(["null", "[1,1,1]"]),
     "calibration.window": optional(st.integers(1, 4)),
     "calibration.decay": number(0, 0.999),
     "optim.lr": optional(number(1e-6, 0.1)),
@@ -231,11 +234,11 @@ def test_folded_equals_unfolded_or_is_refused(
         spread = scale if parameter.dim() == 1 else 0.5
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = spread * noise if "embed" not in name else noise
-    for norm in model.taper_norms().values():
+    for norm in model.gated_norms().values():
         norm.c.fill_(float(torch.rand((), generator=generator)) * scale + 1e-3)
     model.set_gate(gate, Phase.TAPERED if gate == 0 else Phase.TAPERING if gate < 1 else Phase.NORMALIZED)
     tokens = torch.randint(0, 23, (2, config.model.n_ctx), generator=generator)
-    if gate and model.taper_norms():
+    if gate and model.gated_norms():
         with pytest.raises(ConfigError, match="open gate cannot be folded") as caught:
             fold(model, gains=gains)
         refused(caught.value)

@@ -253,6 +253,9 @@ ATTACKS = {
     "tag": "x: !!python/object/apply:os.system [touch MARKER]",
     "secret": "name: ${oc.env:WANDB_API_KEY}",
     "hidden secret": "name: '${${a}:WANDB_API_KEY}'",
+    "escaped secret": 'name: "\\x24{oc.env:WANDB_API_KEY}"',
+    "folded secret": 'tracking: {tags: ["$\\\n  {oc.env:WANDB_API_KEY}"]}',
+    "secret in a key": '? "\\x24{oc.env:WANDB_API_KEY}"\n: 1',
 }
 
 
@@ -290,6 +293,14 @@ def test_other_ways_in_are_closed(saved: Path, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError) as caught:
         cli.check_replayed([str(ROOT / "train.py"), *arguments])
     one_line(caught.value)
+
+
+def test_what_is_checked_is_what_hydra_reads_beside_a_linked_program(saved: Path) -> None:
+    """Hydra takes --config-path from the directory of the link, not of what it points to."""
+    (saved.parent / "train.py").symlink_to(ROOT / "train.py")
+    (saved / "config.yaml").write_text(ATTACKS["environment"])
+    with pytest.raises(ConfigError, match="has a section 'hydra'"):
+        cli.check_replayed([str(saved.parent / "train.py"), "--config-path", ".hydra", "--config-name", "config"])
 
 
 @pytest.mark.parametrize("attack", ["callback of a mild class", "tag"])
