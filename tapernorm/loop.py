@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tapernorm import pretrained
+from tapernorm import dist, pretrained
 from tapernorm.config import Config, resolve, to_dict, write_yaml
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
@@ -46,11 +46,11 @@ def train(
     finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError
     for data or devices that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
     """
-    device = pick_device(config.trainer.device)
+    device = dist.place(pick_device(config.trainer.device))
     keep_freed_memory()
     if checkpoint is None:
         pretrained.check(config)
-    data = prepare(config, say)
+    data = dist.in_turn(lambda: prepare(config, say))
     config = resolve(config, data.tokenizer.n_vocab)
     run = TrainingRun(config, directory, data, device, say)
     if checkpoint is None:
@@ -58,9 +58,10 @@ def train(
     else:
         run.restore(checkpoint)
     # Only now: a resume that is refused leaves the run's directory as it was.
-    write_yaml(directory / "config.yaml", to_dict(config))
-    report = {"key": data.key, "entry": str(data.entry), **data.report}
-    (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if dist.leads():
+        write_yaml(directory / "config.yaml", to_dict(config))
+        report = {"key": data.key, "entry": str(data.entry), **data.report}
+        (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         introduce(run)
         run.catch_up(tracker)
@@ -89,7 +90,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             group["lr"] = learning_rate(step, optim)
 
         micro = run.microbatches(step)
-        level = run.batch_level(step, [x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
+        level = run.batch_level(step, [x for x, _ in micro])
         with run.calibration.recording(step) as recording:
             # A recording step runs uncompiled, so that compilation sees one graph per phase.
             compute = run.model.loss if recording else run.loss
@@ -107,6 +108,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                     run.anchor.record(hidden)
                 (total / len(micro)).backward()
                 run.interval["loss"] += loss.detach() / len(micro)
+        run.average_over_processes()
 
         norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
         if optim.clip is not None:
@@ -114,7 +116,8 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         run.guard(step, norm)
         due = step % trainer.log_interval == 0 or step in run.landmarks
         probing = step % trainer.dynamics_interval == 0 or step in run.landmarks
-        saving, validating = run.saves_at(step) or stop.requested, run.validates_at(step)
+        stopping = stop.agreed()
+        saving, validating = run.saves_at(step) or stopping, run.validates_at(step)
         ratio = UpdateRatio(run.model.parameters()) if due else None
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
@@ -140,7 +143,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         if validating:
             with run.untimed():
                 tracker.log(step, run.validate())
-        if saving and stop.requested and step < trainer.max_steps:
+        if stopping and step < trainer.max_steps:
             tracker.finish("interrupted", run.summary())
             run.close_progress()
             raise Interrupted(step, run.summary(), stop.signal)
@@ -151,10 +154,12 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
 class StopRequest:
     """Set by the first signal; the loop finishes its step, saves and leaves."""
 
-    signal = 0
+    received = 0  # by this process
+    signal = 0  # that all processes know of
 
-    @property
-    def requested(self) -> bool:
+    def agreed(self) -> bool:
+        """Whether to leave after this step, asked once in each: several processes leave together."""
+        self.signal = dist.largest_asked(self.received)
         return self.signal != 0
 
 
@@ -165,8 +170,9 @@ def signals_as_requests() -> Iterator[StopRequest]:
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
-        stop.signal = number
-        signal.signal(number, previous[number])
+        stop.received = number
+        if dist.size() == 1:  # torchrun hands a Ctrl-C, which the terminal gives to all, on a second time
+            signal.signal(number, previous[number])
 
     try:
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm import pretrained
+from tapernorm import dist, pretrained
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
 from tapernorm.config import Config, ConfigError, to_dict
@@ -25,7 +25,7 @@ from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.model import build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
-from tapernorm.tracking import Progress, Tracker, read_metrics
+from tapernorm.tracking import NoTracker, Progress, Tracker, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = (
@@ -119,7 +119,7 @@ class TrainingRun:
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
-        checkpoints.clear_after(self.directory, 0)
+        self.clear_after(0)
 
     # ---------------------------------------------------------------------------------------------- one training step
 
@@ -146,23 +146,38 @@ class TrainingRun:
         self.phase = phase
 
     def seed_dropout(self, step: int, part: int) -> None:
-        """Before a microbatch's forward: make its masks a function of (seed, step, part) alone.
+        """Before a microbatch's forward: make its masks a function of the seed, the step and its place in the batch.
 
         So they need no state that could be lost, are the baseline's in every mode, and can be drawn again.
         """
         if self.config.model.dropout:
+            part += dist.rank() * self.config.trainer.accumulation
             (seed,) = np.random.SeedSequence((self.config.seed, step, part)).generate_state(1, np.uint64)
             torch.manual_seed(int(seed))
 
     @torch.no_grad()
-    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor:
-        """The anchor's `level` of the whole batch, from forwards without gradients, for accumulation."""
+    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor | None:
+        """The anchor's `level` of the whole batch, from forwards without gradients; None where it needs none."""
+        if not self.anchor.needs_batch_mean or len(inputs) * dist.size() == 1:
+            return None
         levels = []
         for part, x in enumerate(inputs):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
                 levels.append(self.anchor.level(self.model.trunk(x)))
-        return torch.stack(levels).mean()
+        level = torch.stack(levels).mean()
+        dist.average([level])
+        return level
+
+    def average_over_processes(self) -> None:
+        """Make gradients and sums, which are of this process's rows, those of the whole batch, once a step.
+
+        The sums of earlier steps are equal in all processes already, so averaging them again leaves them as they are.
+        """
+        if dist.size() > 1:
+            sums = [self.log_scale.grad, *(self.interval[name] for name in ("loss", "anchor", "force"))]
+            gradients = [parameter.grad for parameter in self.model.parameters()]
+            dist.average([tensor for tensor in [*sums, *gradients] if tensor is not None])
 
     def guard(self, step: int, grad_norm: Tensor) -> None:
         """Make the optimizer skip, on the device and without waiting for it, a step that is not finite."""
@@ -185,14 +200,18 @@ class TrainingRun:
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
                 layer = layer or first_nonfinite(self.model, x, y)
+        layer = next(filter(None, dist.gather(layer)), None)
         other = "the gradient of the scale loss" if self.anchor.active else "the norm of the gradient"
         self.close_progress()
         raise Divergence(step, gate, layer or other, self.summary() | {"steps": step - 1})
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets (B, T) in `trainer.accumulation` equal parts: a pure function of the seed and the step."""
+        """Inputs and targets (B, T) in `trainer.accumulation` equal parts: a pure function of the seed and the step.
+
+        Several processes have their parts of the same batch, in the order of the processes.
+        """
         parts = self.config.trainer.accumulation
-        inputs, targets = self.batches.batch(step)
+        inputs, targets = self.batches.batch(step, dist.rows(self.config.trainer.batch_size))
         if self.device.type == "cuda":  # only a copy from pinned memory does not wait
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         inputs, targets = inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
@@ -303,27 +322,33 @@ class TrainingRun:
             "probe": self.last_probe,
             "tracker": wandb_state,
         }
-        checkpoints.write(
-            checkpoints.path_at(self.directory, self.step),
-            self.step,
-            model=self.model.state_dict(),
-            training=training,
-            config=self.config,
-            tokenizer=self.data.tokenizer,
-            meta={
-                "gate": self.gate,
-                "phase": self.phase.value,
-                "tokens": self.tokens,
-                "val_loss": self.val_loss,
-                "train_loss": self.last_loss,
-                "data": self.data.key,
-            },
-        )
+        if dist.leads():
+            checkpoints.write(
+                checkpoints.path_at(self.directory, self.step),
+                self.step,
+                model=self.model.state_dict(),
+                training=training,
+                config=self.config,
+                tokenizer=self.data.tokenizer,
+                meta={
+                    "gate": self.gate,
+                    "phase": self.phase.value,
+                    "tokens": self.tokens,
+                    "val_loss": self.val_loss,
+                    "train_loss": self.last_loss,
+                    "data": self.data.key,
+                },
+            )
         self.saved_step = self.step
         self.retain()
 
     def retain(self) -> None:
-        checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_saved_step)
+        if dist.leads():
+            checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_saved_step)
+
+    def clear_after(self, step: int) -> None:
+        if dist.leads():
+            checkpoints.clear_after(self.directory, step)
 
     def restore(self, path: Path) -> None:
         """Everything as it was when `path` was saved; checkpoints of later steps belong to a past that is undone."""
@@ -355,19 +380,23 @@ class TrainingRun:
         self.last_probe = state["probe"]
         self.wandb_state = state["tracker"]
         self.saved_step = self.step
-        checkpoints.clear_after(self.directory, self.step)
+        self.clear_after(self.step)
 
     def catch_up(self, tracker: Tracker) -> None:
         """A checkpoint is older than its step's validation: take that from the metrics, or do it now."""
         if self.step == 0 or not self.validates_at(self.step):
             return
-        logged = next((row for row in read_metrics(self.directory) if row["step"] == self.step), {})
+        rows = dist.decide(lambda: read_metrics(self.directory))
+        logged = next((row for row in rows if row["step"] == self.step), {})
         if logged.get("val/loss") is None:
             tracker.log(self.step, self.validate())
         else:
             self.note_validation(logged["val/loss"])
 
     def open_tracker(self) -> Tracker:
+        return dist.in_turn(self._open_tracker, NoTracker)
+
+    def _open_tracker(self) -> Tracker:
         return Tracker(
             self.directory,
             to_dict(self.config),

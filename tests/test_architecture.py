@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "tapernorm"
 ALLOWED = {
     "config": set(),
     "gate": {"config"},
+    "dist": {"config"},
     "tokenizer": {"config"},
     "toy": set(),
     "sources": {"config", "tokenizer", "toy"},
@@ -18,8 +19,8 @@ ALLOWED = {
     "statistics": set(),
     "optim": {"config"},
     "norms": {"config", "gate"},
-    "calibration": {"config", "norms"},
-    "anchor": {"config", "calibration"},
+    "calibration": {"config", "dist", "norms"},
+    "anchor": {"calibration", "config", "dist"},
     "cache": set(),
     "model": {"cache", "config", "gate", "norms"},
     "dynamics": {"anchor", "model"},

@@ -1,0 +1,266 @@
+"""Several processes for one run, as torchrun starts them. Without it every function here returns at once.
+
+All processes take the same steps. Each computes its own rows of the global batch; `average` then makes gradients and
+sums those of the whole batch, the same bits everywhere, and so are the weights after the step. Process 0 leads: the
+directory, the console and the tracker of the run are its alone. Any process may fail: the first one to do so tells it (`blame`).
+
+torch is imported where it is needed, because faults of a command line are told before that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tapernorm.config import ConfigError, TrainerConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+# A process that dies is noticed by its launcher at once; these limits are for a machine that stops answering.
+STEP_LIMIT = timedelta(hours=1)  # of a reduction, which waits while process 0 saves or generates
+CONTROL_LIMIT = timedelta(hours=12)  # of a decision, which waits while process 0 prepares the data
+LAST_WORDS = timedelta(seconds=10)  # for process 0 to write down that another one has failed
+BUCKET = 2**25  # elements that are reduced together
+
+_rank, _size = 0, 1
+_store: Any = None  # what processes tell each other even if they no longer step together
+_control: Any = None  # their group for plain data, on the CPU, apart from the one that reduces
+_asked: tuple[Any, Tensor] | None = None
+
+
+def start() -> None:
+    """Join the processes that torchrun has started beside this one; nothing if it has not.
+
+    Only process 0 keeps its standard output. Raises ConfigError for an environment that is half set.
+    """
+    global _rank, _size, _store, _control
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    wanted = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in wanted if name not in os.environ]:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} without {', '.join(missing)}: start with torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    import torch
+    import torch.distributed as td
+
+    if not (td.is_available() and td.is_gloo_available()):
+        raise ConfigError("this torch has no gloo backend, which several processes need; start without torchrun")
+    _store, _rank, _size = next(iter(td.rendezvous("env://", timeout=STEP_LIMIT)))
+    atexit.register(_leave)
+    if _rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  (as long as the process)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    td.init_process_group(
+        backend, store=td.PrefixStore("steps", _store), rank=_rank, world_size=_size, timeout=STEP_LIMIT
+    )
+    _control = td.new_group(backend="gloo", timeout=CONTROL_LIMIT)
+
+
+def rank() -> int:
+    """The number of this process, 0 to size() - 1."""
+    return _rank
+
+
+def size() -> int:
+    return _size
+
+
+def leads() -> bool:
+    """Whether this is the process that writes and speaks."""
+    return _rank == 0
+
+
+# ------------------------------------------------------------------------------------------------------ who does what
+
+
+def check(trainer: TrainerConfig) -> None:
+    """Raise ConfigError if the global batch cannot be cut into equal microbatches."""
+    if trainer.batch_size % (trainer.accumulation * _size):
+        raise ConfigError(
+            f"trainer.batch_size={trainer.batch_size} is not a multiple of trainer.accumulation={trainer.accumulation} "
+            f"times the {_size} processes"
+        )
+
+
+def place(device: torch.device) -> torch.device:
+    """The device of this process: of several on one machine, each takes a CUDA device of its own."""
+    if _size == 1 or device.type == "cpu":
+        return device
+    import torch
+
+    local = int(os.environ["LOCAL_RANK"])
+    here, seen = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
+    if device.type != "cuda":
+        raise ConfigError(f"trainer.device={device}: several processes cannot share it; use trainer.device=cpu")
+    if device.index is not None:
+        raise ConfigError(
+            f"trainer.device={device}: each of the {_size} processes takes its own; use trainer.device=cuda"
+        )
+    if here > seen:
+        raise ConfigError(
+            f"trainer.device=cuda: {here} processes on this machine, and torch sees {seen} CUDA devices; "
+            "start one process per device, or use trainer.device=cpu"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def rows(batch_size: int) -> slice:
+    """This process's rows of the global batch."""
+    count = batch_size // _size
+    return slice(_rank * count, (_rank + 1) * count)
+
+
+def divided(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
+    """[work(item) for item in items] in every process, the items dealt out in turn; results are plain data.
+
+    Every process calls `work` equally often, the last time maybe for nothing, so that it may communicate.
+    """
+    rounds = -(-len(items) // _size)
+    own = [work(items[min(turn * _size + _rank, len(items) - 1)]) for turn in range(rounds)]
+    dealt = [result for together in zip(*gather(own), strict=True) for result in together]
+    return dealt[: len(items)]
+
+
+# ---------------------------------------------------------------------------------------------------------- reductions
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    """Replace tensors of one device by their means over the processes, the same bits in each of them."""
+    if _size == 1:
+        return
+    import torch
+    import torch.distributed as td
+
+    with torch.no_grad():
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
+            td.all_reduce(flat)
+            flat /= _size
+            for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """In their order; a reduction costs a fixed time, a flat copy of everything would cost memory."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(other.numel() for other in bucket) + tensor.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+# ----------------------------------------------------------------------------------------------------------- decisions
+
+
+def gather(value: T) -> list[T]:
+    """Every process's value, plain data, in the order of the processes."""
+    if _size == 1:
+        return [value]
+    import torch.distributed as td
+
+    values: list[Any] = [None] * _size
+    td.all_gather_object(values, value, group=_control)
+    return values
+
+
+def decide(work: Callable[[], T]) -> T:
+    """What `work` gives in process 0, or raises there, in every process."""
+    result, fault = _attempt(work) if leads() else (None, None)
+    result, fault = gather((result, fault))[0]
+    if fault is not None:
+        raise fault
+    return result  # type: ignore[return-value]  # the leader's
+
+
+def in_turn(lead: Callable[[], T], follow: Callable[[], T] | None = None) -> T:
+    """`lead` in process 0 and then `follow` (default: the same) in the others; if the first raises, all do."""
+    if _size == 1:
+        return lead()
+    result, fault = _attempt(lead) if leads() else (None, None)
+    if (raised := gather(fault)[0]) is not None:
+        raise raised
+    return result if leads() else (follow or lead)()  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        if _size == 1:
+            raise
+        return None, error
+
+
+def largest_asked(number: int) -> int:
+    """The largest number that any process gave in its previous call; with one process, in this one.
+
+    To be called once a step by all. What is given is known to all a step later, so that nobody waits for an answer, or
+    for a device.
+    """
+    global _asked
+    if _size == 1:
+        return number
+    import torch
+    import torch.distributed as td
+
+    answer = 0
+    if _asked is not None:
+        work, known = _asked
+        work.wait()
+        answer = int(known.item())
+    asked = torch.tensor(number)
+    _asked = td.all_reduce(asked, td.ReduceOp.MAX, group=_control, async_op=True), asked
+    return answer
+
+
+# --------------------------------------------------------------------------------------------------------- the way out
+
+
+def blame(error: str) -> tuple[str, bool]:
+    """(The fault that stops the run, whether it is this process's): the first that any process has told.
+
+    When one fails, the others fail too, because they wait for it. Theirs is not what there is to know.
+    """
+    if _store is None:
+        return error, True
+    told = _store.compare_set("fault", "", f"{_rank} {error}").decode()
+    number, _, first = told.partition(" ")
+    own = int(number) == _rank
+    return (first if int(number) == 0 else f"process {number}: {first}"), own
+
+
+def _leave() -> None:
+    """At the end of every process: process 0 goes first, because a launcher may end the others once one has gone."""
+    global _control, _asked
+    sys.stdout.flush()
+    sys.stderr.flush()
+    import torch
+    import torch.distributed as td
+
+    with suppress(RuntimeError):  # the store is gone, and with it process 0
+        failed = _store.check(["fault"])
+        if td.is_initialized() and not (failed and torch.cuda.is_available()):  # NCCL would wait for what never comes
+            if _asked is not None and not failed:
+                _asked[0].wait()
+            _control, _asked = None, None
+            td.destroy_process_group()  # after a fault this wakes those who wait for this process
+        if leads():
+            _store.set("over", "")
+        else:
+            _store.wait(["over"], LAST_WORDS if failed else CONTROL_LIMIT)
