@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tapernorm import dist
 from tapernorm.device import autocast
 from tapernorm.generate import generate
 from tapernorm.tracking import REPORT_FILE, Progress, clock
@@ -23,7 +24,9 @@ def introduce(run: TrainingRun) -> None:
     per_step = trainer.batch_size * config.model.n_ctx
     compiled = ", compiled" if trainer.compile else ""
     say = run.say
-    say(f"device {run.device}, {str(run.dtype).removeprefix('torch.')}{compiled}, {torch.get_num_threads()} threads")
+    together = f"{dist.size()} processes, each with " if dist.size() > 1 else ""
+    kind = str(run.dtype).removeprefix("torch.")
+    say(f"{together}device {run.device}, {kind}{compiled}, {torch.get_num_threads()} threads")
     say(
         f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
         f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "

@@ -2,7 +2,8 @@
 
 All processes take the same steps. Each computes its own rows of the global batch; `average` then makes gradients and
 sums those of the whole batch, the same bits everywhere, and so are the weights after the step. Process 0 leads: the
-directory, the console and the tracker of the run are its alone. Any process may fail: the first one to do so tells it (`blame`).
+directory, the console and the tracker of the run are its alone. Any process may fail: the first one
+to do so tells it (`blame`).
 
 torch is imported where it is needed, because faults of a command line are told before that.
 """
@@ -29,7 +30,7 @@ Item = TypeVar("Item")
 # A process that dies is noticed by its launcher at once; these limits are for a machine that stops answering.
 STEP_LIMIT = timedelta(hours=1)  # of a reduction, which waits while process 0 saves or generates
 CONTROL_LIMIT = timedelta(hours=12)  # of a decision, which waits while process 0 prepares the data
-LAST_WORDS = timedelta(seconds=10)  # for process 0 to write down that another one has failed
+LAST_WORDS = timedelta(seconds=10)  # for a process that has failed to say so
 BUCKET = 2**25  # elements that are reduced together
 
 _rank, _size = 0, 1
@@ -246,21 +247,24 @@ def blame(error: str) -> tuple[str, bool]:
 
 
 def _leave() -> None:
-    """At the end of every process: process 0 goes first, because a launcher may end the others once one has gone."""
+    """At the end of every process: the one that has the last word goes first, because a launcher then ends the others.
+
+    That is the one that failed, which may still be printing why, or else process 0.
+    """
     global _control, _asked
-    sys.stdout.flush()
-    sys.stderr.flush()
-    import torch
     import torch.distributed as td
 
-    with suppress(RuntimeError):  # the store is gone, and with it process 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(RuntimeError):  # the store is gone, and with it who keeps it
         failed = _store.check(["fault"])
-        if td.is_initialized() and not (failed and torch.cuda.is_available()):  # NCCL would wait for what never comes
-            if _asked is not None and not failed:
+        last = int(_store.get("fault").split()[0]) if failed else 0
+        if td.is_initialized() and not failed:  # else those who wait for this process wake up when it is gone
+            if _asked is not None:
                 _asked[0].wait()
             _control, _asked = None, None
-            td.destroy_process_group()  # after a fault this wakes those who wait for this process
-        if leads():
+            td.destroy_process_group()
+        if _rank == last:
             _store.set("over", "")
         else:
             _store.wait(["over"], LAST_WORDS if failed else CONTROL_LIMIT)

@@ -165,13 +165,17 @@ class StopRequest:
 
 @contextmanager
 def signals_as_requests() -> Iterator[StopRequest]:
-    """Turn the first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 into a request; a second SIGINT stops at once."""
+    """Turn the first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 into a request; a second SIGINT stops at once.
+
+    Of several processes each takes all of them for requests, to its end: torchrun sends a Ctrl-C, which the terminal
+    gives to all, once more, and SIGTERM to those that are left once one has gone; 30 s later it ends them by force.
+    """
     stop = StopRequest()
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
         stop.received = number
-        if dist.size() == 1:  # torchrun hands a Ctrl-C, which the terminal gives to all, on a second time
+        if dist.size() == 1:
             signal.signal(number, previous[number])
 
     try:
@@ -183,5 +187,6 @@ def signals_as_requests() -> Iterator[StopRequest]:
     try:
         yield stop
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if dist.size() == 1:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,7 +107,7 @@ def assert_close(one: Path, other: Path) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------ the same numbers
+# ----------------------------------------------------------------------------------------------------- the same numbers
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed_target": ("all_taper", {"anchor": {"kind": "fixed_target"}}),
@@ -151,3 +152,115 @@ def test_two_processes_equal_twice_the_accumulation(tiny: Callable[..., Config],
     train(config, two / case, say=lambda line: None)
     assert_close(two / case, two / f"{case}-2")
     assert json.loads((two / f"{case}-2/equal.json").read_text()) == [True] * 24, "the processes' weights differ"
+
+
+# -------------------------------------------------------------------------------------------------------------- one run
+
+
+def test_P09_two_processes_are_one_run(tmp_path: Path) -> None:
+    """One directory, one W&B run, one console, rows of every step once."""
+    settings = [item for item in SMALL if not item.startswith(("tracking", "trainer.samples"))]
+    status, out, err = launch(*settings, "tracking.wandb=offline", directory=tmp_path)
+    assert status == 0, err
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert len(list((directory / "wandb").glob("offline-run-*"))) == 1
+    for line in ("run directory", "2 processes", "calibrated after step 4", "sample 1:", "finished: validation loss"):
+        assert out.count(line) == 1, line
+    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps)) and steps[-1] == 30
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("finished", 30, 30 * 4 * 64)
+
+
+def test_faults_of_the_command_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
+    commands = {
+        ("--multirun", "seed=1,2"): "--multirun: the jobs of a sweep are single processes; start it without torchrun",
+        (*SMALL, "trainer.batch_size=6", "trainer.accumulation=2"): "trainer.batch_size=6 is not a multiple of "
+        "trainer.accumulation=2 times the 2 processes",
+        ("norm=dit",): "unknown choice norm=dit; did you mean norm=dyt?",
+    }
+    started = [torchrun(TRAIN, *command, directory=tmp_path) for command in commands]
+    for process, told in zip(started, commands.values(), strict=True):
+        status, out, err = ended(process)
+        assert status != 0 and out == ""
+        (line,) = errors(err)
+        assert told in line
+        assert "exitcode  : 2 " in err and err.count("Traceback") == 1, "torchrun's own is the only one"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_in_one_process_stops_all_and_is_the_one_told(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import os, runpy, sys\n"
+        "from tapernorm.trainer import TrainingRun\n"
+        "finish = TrainingRun.finish_step\n"
+        "def fail(self, step):\n"
+        "    finish(self, step)\n"
+        "    if step == 7 and os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('no memory left')\n"
+        "TrainingRun.finish_step = fail\n"
+        f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"
+    )
+    status, _, err = ended(torchrun("faulty.py", *SMALL, "run_dir=run", directory=tmp_path))
+    (line,) = errors(err)
+    assert status != 0 and "process 1: RuntimeError: no memory left" in line
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "process 1: RuntimeError: no memory left")
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("Traceback") == 1 and "raise RuntimeError('no memory left')" in log
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `whole`, a run of one process."""
+    directory = tmp_path_factory.mktemp("whole")
+    done = alone(*SMALL, *LONGER, "run_dir=whole", "trainer.accumulation=2", directory=directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+LONGER = [
+    "norm=all_taper",
+    "anchor=mean_log",
+    "trainer.max_steps=60",
+    "trainer.save_interval=20",
+    "trainer.keep_last=9",
+]
+
+
+def test_one_process_goes_on_as_two(whole: Path) -> None:
+    shutil.copytree(whole / "whole", whole / "more")
+    settings = ["resume=more/checkpoints/step-00000020", "trainer.accumulation=1"]
+    status, out, err = launch(*settings, directory=whole)
+    assert status == 0, err
+    assert "trainer.accumulation: 2 -> 1" in out
+    assert_close(whole / "whole", whole / "more")
+
+
+def test_SIGTERM_saves_two_processes_and_one_goes_on(whole: Path) -> None:
+    """Sent to torchrun in the middle of the run, which is slowed down so that there is one."""
+    slow = whole / "slow.py"
+    slow.write_text(
+        "import runpy, time\n"
+        "from tapernorm.trainer import TrainingRun\n"
+        "finish = TrainingRun.finish_step\n"
+        "TrainingRun.finish_step = lambda self, step: (time.sleep(0.1 * (step > 23)), finish(self, step))\n"
+        f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"
+    )
+    process = torchrun(str(slow), *SMALL, *LONGER, "run_dir=two", directory=whole)
+    metrics, began = whole / "two/metrics.jsonl", time.monotonic()
+    while not (metrics.exists() and '"step": 25' in metrics.read_text()) and process.poll() is None:
+        assert time.monotonic() - began < LIMIT
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, out, err = ended(process)
+    summary = json.loads((whole / "two/summary.json").read_text())
+    assert summary["status"] == "interrupted" and 25 <= summary["steps"] < 60, err
+    assert out.count("interrupted; to go on: python train.py resume=") == 1 and not errors(err)
+    assert (whole / f"two/checkpoints/step-{summary['steps']:08d}").is_dir()
+    done = alone("resume=two", "trainer.accumulation=2", directory=whole)
+    assert done.returncode == 0 and f"resumed after step {summary['steps']}" in done.stdout, done.stderr
+    assert_close(whole / "whole", whole / "two")
