@@ -48,6 +48,8 @@ def introduce(run: TrainingRun) -> None:
     left = trainer.max_steps - run.step
     if trainer.compile:
         say("ETA: shown once the first graph is compiled")
+    elif trainer.parallel == "fsdp" and dist.size() > 1:
+        say("ETA: shown once the first step is taken")
     elif left:
         say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
     say(f"run directory {run.directory}")
@@ -75,13 +77,14 @@ def conclude(run: TrainingRun) -> None:
         length = min(trainer.sample_tokens, run.config.model.n_ctx - 1)
         try:
             rows = generate(
-                run.model, [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
+                run.whole_model(), [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
             )
         except Exception as error:  # such as logits that are not finite: the results stand all the same
             say(f"warning: no samples ({type(error).__name__}: {error})")
             rows = []
         texts = [tokenizer.decode(row) for row in rows]
-        (run.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
+        if dist.leads():
+            (run.directory / "samples.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
         for number, text in enumerate(texts, 1):
             say(f"sample {number}: {' '.join(text.split())}")
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""

@@ -22,7 +22,7 @@ from tapernorm.config import ConfigError, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -87,7 +87,9 @@ def leads() -> bool:
 
 
 def check(trainer: TrainerConfig) -> None:
-    """Raise ConfigError if the global batch cannot be cut into equal microbatches."""
+    """Raise ConfigError for a batch that cannot be cut into equal microbatches, and for what does not go together."""
+    if _size > 1 and trainer.parallel == "fsdp" and trainer.compile:
+        raise ConfigError("trainer.parallel=fsdp: trainer.compile=true is for ddp; leave one of the two out")
     if trainer.batch_size % (trainer.accumulation * _size):
         raise ConfigError(
             f"trainer.batch_size={trainer.batch_size} is not a multiple of trainer.accumulation={trainer.accumulation} "
@@ -139,14 +141,17 @@ def divided(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
 
 
 def average(tensors: Iterable[Tensor]) -> None:
-    """Replace tensors of one device by their means over the processes, the same bits in each of them."""
+    """Replace tensors of one device by their means over the processes, the same bits in each of them.
+
+    Gradients of sharded parameters are left alone: these are means already.
+    """
     if _size == 1:
         return
     import torch
     import torch.distributed as td
 
     with torch.no_grad():
-        for bucket in _buckets(tensors):
+        for bucket in _buckets(tensor for tensor in tensors if not is_sharded(tensor)):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             td.all_reduce(flat)
             flat /= _size
@@ -164,6 +169,64 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         bucket.append(tensor)
     if bucket:
         yield bucket
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+# A matrix may be sharded by its rows (a DTensor), its gradient and moments like it; vectors stay whole everywhere.
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module], methods: Sequence[str]) -> None:
+    """FSDP2: from here on every process holds its rows of the model's matrices; a layer's are whole while it computes.
+
+    `methods` of the model may be called like its forward. Gains and biases, a thousandth of the weights, stay whole, so
+    that gains can join and leave the training. The optimizer is to be built afterwards.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (_size,))
+    vectors = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=vectors)
+    for name in methods:
+        register_fsdp_forward_method(model, name)
+
+
+def is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def kinds(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that are whole and those that are sharded, which torch takes in different calls."""
+    listed = list(parameters)
+    return [kind for sharded in (False, True) if (kind := [p for p in listed if is_sharded(p) is sharded])]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; to be called by every process."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def collected(tree: Any) -> Any:
+    """Plain nested data with whole tensors in process 0; the others, which must call it too, get no sharded ones."""
+    if isinstance(tree, dict):
+        return {key: collected(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [collected(value) for value in tree]
+    if not is_sharded(tree):
+        return tree
+    tensor = tree.full_tensor()
+    return tensor.cpu() if leads() else None
+
+
+def share_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What this process holds of a whole tensor that belongs to a parameter and has its shape."""
+    if not is_sharded(parameter) or tensor.shape != parameter.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    there: Any = parameter
+    return distribute_tensor(tensor, there.device_mesh, there.placements, src_data_rank=None)
 
 
 # ----------------------------------------------------------------------------------------------------------- decisions

@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tapernorm import dist, pretrained
 from tapernorm.config import Config, resolve, to_dict, write_yaml
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
 from tapernorm.dynamics import UpdateRatio, probe
-from tapernorm.optim import learning_rate
+from tapernorm.optim import clip_gradients, gradient_norm, learning_rate
 from tapernorm.tracking import Tracker
 from tapernorm.trainer import Divergence, TrainingRun
 
@@ -110,9 +108,9 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                 run.interval["loss"] += loss.detach() / len(micro)
         run.average_over_processes()
 
-        norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+        norm = gradient_norm(run.model.parameters())
         if optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), optim.clip, norm)
+            clip_gradients(run.model.parameters(), optim.clip, norm)
         run.guard(step, norm)
         due = step % trainer.log_interval == 0 or step in run.landmarks
         probing = step % trainer.dynamics_interval == 0 or step in run.landmarks
@@ -132,7 +130,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             tracker.log(step, run.training_metrics(step, norm, ratio))
         if probing:
             with run.untimed():
-                run.last_probe = probe(run.model, *run.probe_batch)
+                run.last_probe = probe(run.whole_model(), *run.probe_batch)
                 tracker.log(step, run.last_probe)
         run.show_progress()
         # Saved before validating: nothing that takes long stands between a step and its checkpoint.

@@ -58,6 +58,7 @@ ADJUSTABLE = (
     "trainer.dynamics_interval",
     "trainer.keep_last",
     "trainer.log_interval",
+    "trainer.parallel",
     "trainer.progress",
     "trainer.sample_tokens",
     "trainer.samples",
@@ -201,7 +202,7 @@ def follow(start: Start) -> Tree:
     """What `execute` is in the other processes of a run: the same steps, without a word and without a file."""
     from tapernorm import loop
 
-    quiet = replace(start.config, trainer=replace(start.config.trainer, progress="none", samples=0))
+    quiet = replace(start.config, trainer=replace(start.config.trainer, progress="none"))
     try:
         result = loop.train(quiet, start.directory, checkpoint=start.checkpoint)
     except ConfigError:

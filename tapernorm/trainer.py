@@ -23,7 +23,7 @@ from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
 from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
-from tapernorm.model import build_model
+from tapernorm.model import Decoder, build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
 from tapernorm.tracking import NoTracker, Progress, Tracker, read_metrics
 
@@ -67,8 +67,6 @@ class TrainingRun:
         # For whatever draws from torch's own generator; initialization, batches and dropout masks do not depend on it.
         torch.manual_seed(config.seed)
         self.model = build_model(config, device).train()
-        self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
-        self.optimizer = build_optimizer(self.model, config.optim)
         self.schedule = GateSchedule.from_config(config)
         self.phase, self.gate = Phase.NORMALIZED, 1.0
         first_tapered = self.schedule.first_tapered_step
@@ -119,7 +117,29 @@ class TrainingRun:
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
+        self.set_up()
         self.clear_after(0)
+
+    def set_up(self) -> None:
+        """Now that the weights are there: share them between the processes if wanted, compile, build the optimizer."""
+        trainer = self.config.trainer
+        self.sharded = dist.size() > 1 and trainer.parallel == "fsdp"
+        if self.sharded:
+            dist.shard(self.model, self.model.blocks, methods=("loss", "trunk"))
+        self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+
+    def whole_model(self) -> Decoder:
+        """The model with all of its weights in this process, to look at: itself, or a copy if it is sharded."""
+        if not self.sharded:
+            return self.model
+        with self.device:
+            copy = Decoder(self.config.model, self.config.norm)
+        copy.set_gate(self.gate, self.phase)
+        weights = copy.state_dict()
+        for name, tensor in self.model.state_dict().items():
+            weights[name].copy_(dist.whole(tensor))
+        return copy.train(self.model.training)
 
     # ---------------------------------------------------------------------------------------------- one training step
 
@@ -194,12 +214,13 @@ class TrainingRun:
             return
         step = int(self.first_bad.item())
         gate = self.schedule.value(step)
-        self.model.set_gate(gate, self.schedule.phase(step))
+        model = self.whole_model()
+        model.set_gate(gate, self.schedule.phase(step))
         layer = None
         for part, (x, y) in enumerate(self.microbatches(step)):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
-                layer = layer or first_nonfinite(self.model, x, y)
+                layer = layer or first_nonfinite(model, x, y)
         layer = next(filter(None, dist.gather(layer)), None)
         other = "the gradient of the scale loss" if self.anchor.active else "the norm of the gradient"
         self.close_progress()
@@ -286,7 +307,7 @@ class TrainingRun:
     def validate(self) -> dict[str, float]:
         """Loss over the fixed validation tokens; remembers the best."""
         batch_size = self.config.trainer.val_batch_size
-        result = evaluate(self.model, *self.val_batch, batch_size, autocast(self.device, self.dtype))
+        result = evaluate(self.whole_model(), *self.val_batch, batch_size, autocast(self.device, self.dtype))
         self.note_validation(result.loss)
         self.say(
             f"step {self.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {self.gate:.4g}"
@@ -312,7 +333,7 @@ class TrainingRun:
 
     def save(self, wandb_state: dict[str, Any]) -> None:
         training = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": dist.collected(self.optimizer.state_dict()),
             "calibration": self.calibration.state_dict(),
             "anchor": self.anchor.state_dict(),
             "interval": self.interval | {"radial": self.log_scale.grad},
@@ -322,11 +343,12 @@ class TrainingRun:
             "probe": self.last_probe,
             "tracker": wandb_state,
         }
+        weights = dist.collected(self.model.state_dict())
         if dist.leads():
             checkpoints.write(
                 checkpoints.path_at(self.directory, self.step),
                 self.step,
-                model=self.model.state_dict(),
+                model=weights,
                 training=training,
                 config=self.config,
                 tokenizer=self.data.tokenizer,
@@ -360,6 +382,7 @@ class TrainingRun:
             )
         state = checkpoints.read_training(path)
         self.model.load_state_dict(checkpoints.read_weights(path), strict=True)
+        self.set_up()
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])
         phase = self.schedule.phase(self.step) if self.step else Phase.NORMALIZED
@@ -367,6 +390,9 @@ class TrainingRun:
         self.model.set_gate(self.gate, phase)
         if phase is not Phase.NORMALIZED:
             self.enter_phase(phase)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, moments in state["optimizer"]["state"].items():
+            moments |= {name: dist.share_of(moment, parameters[index]) for name, moment in moments.items()}
         self.optimizer.load_state_dict(state["optimizer"])
         self.calibration.load_state_dict(state["calibration"], self.device)
         self.anchor.load_state_dict(state["anchor"], self.device)

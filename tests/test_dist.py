@@ -22,7 +22,7 @@ from tapernorm import checkpoint as checkpoints
 from tapernorm.config import Config, to_dict
 from tapernorm.loop import train
 from tapernorm.tracking import read_metrics
-from tests.conftest import GPT2
+from tests.conftest import GPT2, merge
 
 pytestmark = [
     pytest.mark.skipif(
@@ -115,6 +115,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch_mean": ("all_taper", {"anchor": {"kind": "batch_mean"}}),
     "fake_ln": ("fake_ln", {"gate": {"shape": "sequential"}}),
     "dropout": ("internal_taper", {"model": GPT2, "anchor": {"kind": "mean_log"}}),
+    "fsdp": ("all_taper", {"trainer": {"parallel": "fsdp"}, "anchor": {"kind": "mean_log"}, "optim": {"clip": 0.5}}),
+    "fsdp, dropout": ("fake_ln", {"trainer": {"parallel": "fsdp"}, "model": GPT2, "anchor": {"kind": "batch_mean"}}),
 }
 ACCUMULATIONS = {"mean_log": 1}  # in each of the two processes; 2 in the other cases
 
@@ -128,7 +130,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(tiny: Callable[..., Config], case: str, accumulation: int) -> Config:
     norm, keys = CASES[case]
     trainer = {"batch_size": 8, "accumulation": accumulation, "log_interval": 1}
-    return tiny(norm=norm, **{"optim": {"lr": 1e-3}, "trainer": trainer, **keys})
+    return tiny(norm=norm, **merge({"optim": {"lr": 1e-3}, "trainer": trainer}, keys))
 
 
 @pytest.fixture
@@ -151,7 +153,9 @@ def test_two_processes_equal_twice_the_accumulation(tiny: Callable[..., Config],
     config = configured(tiny, case, 2 * ACCUMULATIONS.get(case, 2))
     train(config, two / case, say=lambda line: None)
     assert_close(two / case, two / f"{case}-2")
-    assert json.loads((two / f"{case}-2/equal.json").read_text()) == [True] * 24, "the processes' weights differ"
+    seen = json.loads((two / f"{case}-2/processes.json").read_text())
+    assert seen["equal"] == [True] * 24, "the processes' weights differ"
+    assert seen["held"] == ([1.0, 1.0] if "fsdp" not in case else pytest.approx([0.5, 0.5], abs=0.02))
 
 
 # -------------------------------------------------------------------------------------------------------------- one run
