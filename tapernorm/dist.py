@@ -244,12 +244,14 @@ def gather(value: T) -> list[T]:
 
 
 def decide(work: Callable[[], T]) -> T:
-    """What `work` gives in process 0, or raises there, in every process."""
+    """What `work` gives in process 0, in every process; if it raises there, all raise."""
+    if _size == 1:
+        return work()
     result, fault = _attempt(work) if leads() else (None, None)
-    result, fault = gather((result, fault))[0]
-    if fault is not None:
-        raise fault
-    return result  # type: ignore[return-value]  # the leader's
+    decided, told = gather((result, _in_transit(fault)))[0]
+    if error := fault or told:
+        raise error
+    return decided  # type: ignore[return-value]  # the leader's
 
 
 def in_turn(lead: Callable[[], T], follow: Callable[[], T] | None = None) -> T:
@@ -257,8 +259,9 @@ def in_turn(lead: Callable[[], T], follow: Callable[[], T] | None = None) -> T:
     if _size == 1:
         return lead()
     result, fault = _attempt(lead) if leads() else (None, None)
-    if (raised := gather(fault)[0]) is not None:
-        raise raised
+    told = gather(_in_transit(fault))[0]
+    if error := fault or told:
+        raise error
     return result if leads() else (follow or lead)()  # type: ignore[return-value]
 
 
@@ -266,9 +269,13 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
-        if _size == 1:
-            raise
+        blame(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")  # before others can
         return None, error
+
+
+def _in_transit(error: Exception | None) -> Exception | None:
+    """What the others raise: not every exception can be sent."""
+    return error if error is None or isinstance(error, ConfigError) else RuntimeError(f"process 0 has failed: {error}")
 
 
 def largest_asked(number: int) -> int:
@@ -296,13 +303,17 @@ def largest_asked(number: int) -> int:
 # --------------------------------------------------------------------------------------------------------- the way out
 
 
-def blame(error: str) -> tuple[str, bool]:
+def blame(error: str, after_you: bool = False) -> tuple[str, bool]:
     """(The fault that stops the run, whether it is this process's): the first that any process has told.
 
-    When one fails, the others fail too, because they wait for it. Theirs is not what there is to know.
+    When one fails, the others fail too, because they wait for it. Theirs is not what there is to know. `after_you`: for
+    faults that all processes find alike, process 0, which may have a directory to take away, is to tell it.
     """
     if _store is None:
         return error, True
+    if after_you and not leads():
+        with suppress(RuntimeError):  # it has no fault to tell
+            _store.wait(["fault"], LAST_WORDS)
     told = _store.compare_set("fault", "", f"{_rank} {error}").decode()
     number, _, first = told.partition(" ")
     own = int(number) == _rank

@@ -182,6 +182,7 @@ def test_faults_of_the_command_are_one_line_and_leave_nothing(tmp_path: Path) ->
         (*SMALL, "trainer.batch_size=6", "trainer.accumulation=2"): "trainer.batch_size=6 is not a multiple of "
         "trainer.accumulation=2 times the 2 processes",
         ("norm=dit",): "unknown choice norm=dit; did you mean norm=dyt?",
+        ("dataset=text", "dataset.train=nowhere.txt", *SMALL[1:]): "nowhere.txt",
     }
     started = [torchrun(TRAIN, *command, directory=tmp_path) for command in commands]
     for process, told in zip(started, commands.values(), strict=True):
@@ -235,13 +236,23 @@ LONGER = [
 ]
 
 
-def test_one_process_goes_on_as_two(whole: Path) -> None:
-    shutil.copytree(whole / "whole", whole / "more")
-    settings = ["resume=more/checkpoints/step-00000020", "trainer.accumulation=1"]
+def test_one_process_goes_on_as_two_that_share_the_model_and_again_as_one(whole: Path) -> None:
+    more = whole / "more"
+    shutil.copytree(whole / "whole", more)
+    settings = ["resume=more/checkpoints/step-00000020", "trainer.accumulation=1", "trainer.parallel=fsdp"]
     status, out, err = launch(*settings, directory=whole)
     assert status == 0, err
-    assert "trainer.accumulation: 2 -> 1" in out
-    assert_close(whole / "whole", whole / "more")
+    assert "trainer.accumulation: 2 -> 1" in out and "trainer.parallel: ddp -> fsdp" in out
+    assert_close(whole / "whole", more)
+    checkpoint = more / "checkpoints/step-00000040"  # the shares, put together
+    whole_state, state = (
+        checkpoints.read_training(run / checkpoint.relative_to(more)) for run in (whole / "whole", more)
+    )
+    for index, moments in whole_state["optimizer"]["state"].items():
+        for name, moment in moments.items():
+            torch.testing.assert_close(moment, state["optimizer"]["state"][index][name], rtol=1e-4, atol=1e-6)
+    train(checkpoints.read_config(checkpoint), more, checkpoint, say=lambda line: None)
+    assert_close(whole / "whole", more)
 
 
 def test_SIGTERM_saves_two_processes_and_one_goes_on(whole: Path) -> None:
