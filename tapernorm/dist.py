@@ -5,6 +5,9 @@ sums those of the whole batch, the same bits everywhere, and so are the weights 
 directory, the console and the tracker of the run are its alone. Any process may fail: the first one
 to do so tells it (`blame`).
 
+There is no wrapper around the model: which gains train, and which graph runs, changes with the phases of the gate, and
+a wrapper would have to be built anew each time, and would stand in the way of torch.compile's one graph per phase.
+
 torch is imported where it is needed, because faults of a command line are told before that.
 """
 
@@ -178,8 +181,8 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def shard(model: nn.Module, layers: Iterable[nn.Module], methods: Sequence[str]) -> None:
     """FSDP2: from here on every process holds its rows of the model's matrices; a layer's are whole while it computes.
 
-    `methods` of the model may be called like its forward. Gains and biases, a thousandth of the weights, stay whole, so
-    that gains can join and leave the training. The optimizer is to be built afterwards.
+    `methods` of the model may be called like its forward. Gains and biases, a thousandth of the weights, stay whole:
+    scalars among them cannot be shared. The optimizer is to be built afterwards.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -306,8 +309,8 @@ def largest_asked(number: int) -> int:
 def blame(error: str, after_you: bool = False) -> tuple[str, bool]:
     """(The fault that stops the run, whether it is this process's): the first that any process has told.
 
-    When one fails, the others fail too, because they wait for it. Theirs is not what there is to know. `after_you`: for
-    faults that all processes find alike, process 0, which may have a directory to take away, is to tell it.
+    When one fails, the others fail too, because they wait for it. Theirs is not what there is to know. `after_you`:
+    of a fault that all find alike process 0 tells, which may have more to write, or a directory to take away.
     """
     if _store is None:
         return error, True

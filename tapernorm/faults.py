@@ -49,7 +49,7 @@ def _raised_by_hydra(error: Exception) -> bool:
 
 def stop(text: str, status: int = 2) -> NoReturn:
     """End the program with one line on stderr. 2: nothing ran; 1: a run failed. One of several processes says it."""
-    if dist.blame(text, after_you=status == 2)[1]:
+    if dist.blame(text, after_you=True)[1]:
         print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tapernorm import dist, pretrained
-from tapernorm.config import Config, resolve, to_dict, write_yaml
+from tapernorm.config import Config, resolve
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
@@ -56,10 +55,7 @@ def train(
     else:
         run.restore(checkpoint)
     # Only now: a resume that is refused leaves the run's directory as it was.
-    if dist.leads():
-        write_yaml(directory / "config.yaml", to_dict(config))
-        report = {"key": data.key, "entry": str(data.entry), **data.report}
-        (directory / "data.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    run.write_down()
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         introduce(run)
         run.catch_up(tracker)

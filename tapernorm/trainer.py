@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tapernorm import checkpoint as checkpoints
 from tapernorm import dist, pretrained
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
-from tapernorm.config import Config, ConfigError, to_dict
+from tapernorm.config import Config, ConfigError, to_dict, write_yaml
 from tapernorm.data import Batches, Prepared, validation_windows
 from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
@@ -418,6 +419,15 @@ class TrainingRun:
             tracker.log(self.step, self.validate())
         else:
             self.note_validation(logged["val/loss"])
+
+    def write_down(self) -> None:
+        """config.yaml, resolved, and data.json: what was read, dropped and repaired."""
+        if dist.leads():
+            data, directory = self.data, self.directory
+            write_yaml(directory / "config.yaml", to_dict(self.config))
+            report = {"key": data.key, "entry": str(data.entry), **data.report}
+            text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+            (directory / "data.json").write_text(text, encoding="utf-8")
 
     def open_tracker(self) -> Tracker:
         return dist.in_turn(self._open_tracker, NoTracker)
