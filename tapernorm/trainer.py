@@ -130,16 +130,19 @@ class TrainingRun:
         self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
         self.optimizer = build_optimizer(self.model, self.config.optim)
 
+    @torch.no_grad()
     def whole_model(self) -> Decoder:
         """The model with all of its weights in this process, to look at: itself, or a copy if it is sharded."""
         if not self.sharded:
             return self.model
         with self.device:
             copy = Decoder(self.config.model, self.config.norm)
+        there = zip(
+            [*copy.parameters(), *copy.buffers()], [*self.model.parameters(), *self.model.buffers()], strict=True
+        )
+        for own, shared in there:
+            own.copy_(dist.whole(shared))
         copy.set_gate(self.gate, self.phase)
-        weights = copy.state_dict()
-        for name, tensor in self.model.state_dict().items():
-            weights[name].copy_(dist.whole(tensor))
         return copy.train(self.model.training)
 
     # ---------------------------------------------------------------------------------------------- one training step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,8 @@ import torch
 import torch.distributed
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config, to_dict
+from tapernorm import dist
+from tapernorm.config import Config, ConfigError, to_dict
 from tapernorm.loop import train
 from tapernorm.tracking import read_metrics
 from tests.conftest import GPT2, merge
@@ -278,3 +280,37 @@ def test_SIGTERM_saves_two_processes_and_one_goes_on(whole: Path) -> None:
     checkpoint = checkpoints.find(whole / "two")
     train(checkpoints.read_config(checkpoint), whole / "two", checkpoint, say=lambda line: None)
     assert_close(whole / "whole", whole / "two")
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "told"),
+    [
+        (
+            "cuda",
+            1,
+            "trainer.device=cuda: 2 processes on this machine, and torch sees 1 CUDA devices; start one process",
+        ),
+        ("cuda:1", 2, "trainer.device=cuda:1: each of the 2 processes takes its own; use trainer.device=cuda"),
+        ("mps", 0, "trainer.device=mps: several processes cannot share it; use trainer.device=cpu"),
+    ],
+)
+def test_devices_that_do_not_suit_several_processes(
+    monkeypatch: pytest.MonkeyPatch, device: str, seen: int, told: str
+) -> None:
+    monkeypatch.setattr(dist, "_size", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        dist.place(torch.device(device))
+
+
+def test_shards_are_not_compiled(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(trainer={"compile": True, "parallel": "fsdp"})
+    dist.check(config.trainer)  # of one process nothing is sharded
+    monkeypatch.setattr(dist, "_size", 2)
+    with pytest.raises(ConfigError, match=r"trainer\.parallel=fsdp: trainer\.compile=true is for ddp"):
+        dist.check(config.trainer)
