@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -314,6 +315,8 @@ def blame(error: str, after_you: bool = False) -> tuple[str, bool]:
     """
     if _store is None:
         return error, True
+    if re.search("Connection (closed|reset) by peer", error):  # gloo's words; whoever could have said more has done so
+        error = "another process was killed, perhaps for want of memory"
     if after_you and not leads():
         with suppress(RuntimeError):  # it has no fault to tell
             _store.wait(["fault"], LAST_WORDS)

@@ -195,25 +195,33 @@ def test_faults_of_the_command_are_one_line_and_leave_nothing(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_in_one_process_stops_all_and_is_the_one_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise RuntimeError('no memory left')", "process 1: RuntimeError: no memory left"),
+        ("os.kill(os.getpid(), 9)", "another process was killed, perhaps for want of memory"),
+    ],
+    ids=["raised", "killed"],
+)
+def test_a_fault_in_one_process_stops_all_and_is_the_one_told(tmp_path: Path, fault: str, told: str) -> None:
     (tmp_path / "faulty.py").write_text(
-        "import os, runpy, sys\n"
+        "import os, runpy\n"
         "from tapernorm.trainer import TrainingRun\n"
         "finish = TrainingRun.finish_step\n"
         "def fail(self, step):\n"
         "    finish(self, step)\n"
         "    if step == 7 and os.environ['RANK'] == '1':\n"
-        "        raise RuntimeError('no memory left')\n"
+        f"        {fault}\n"
         "TrainingRun.finish_step = fail\n"
         f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"
     )
     status, _, err = ended(torchrun("faulty.py", *SMALL, "run_dir=run", directory=tmp_path))
     (line,) = errors(err)
-    assert status != 0 and "process 1: RuntimeError: no memory left" in line
+    assert status != 0 and told in line
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("failed", "process 1: RuntimeError: no memory left")
+    assert (summary["status"], summary["error"]) == ("failed", told)
     log = (tmp_path / "run/run.log").read_text()
-    assert log.count("Traceback") == 1 and "raise RuntimeError('no memory left')" in log
+    assert log.count("Traceback") == 1 and (fault in log or "kill" in fault)
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
