@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapernorm import dist
 from tapernorm.calibration import Ema
 from tapernorm.config import AnchorConfig
 
@@ -59,7 +60,9 @@ class ScaleAnchor:
         self.step_means.append(self.scale(h).mean())
 
     def end_step(self) -> None:
-        self.average.update(torch.stack(self.step_means).mean())
+        mean = torch.stack(self.step_means).mean()
+        dist.average([mean])
+        self.average.update(mean)
         self.step_means = []
 
     def freeze(self) -> None:

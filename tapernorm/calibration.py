@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tapernorm import dist
 from tapernorm.config import CalibrationConfig
 from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm
 
@@ -82,6 +83,8 @@ class Calibration:
     def recording(self, step: int) -> Iterator[bool]:
         """Around the training forwards of a step; yields whether they are recorded and folds them into the averages.
 
+        Every process records its own rows, as many as any other; the averages are over all of them.
+
         Nothing outside this context is ever recorded, so validation and probe forwards cannot enter.
         """
         on = self.records(step)
@@ -93,9 +96,14 @@ class Calibration:
             for norm in self.norms.values():
                 norm.recording = False
         if on:
-            for site, norm in self.norms.items():
-                if not (isinstance(norm, FakeNorm) and norm.removed == len(norm.turns)):
-                    self.averages[site].update(norm.take_statistics())
+            open_norms = {
+                site: norm.take_statistics()
+                for site, norm in self.norms.items()
+                if not (isinstance(norm, FakeNorm) and norm.removed == len(norm.turns))
+            }
+            dist.average(open_norms.values())
+            for site, statistics in open_norms.items():
+                self.averages[site].update(statistics)
 
     def freeze(self, gate: float) -> list[str]:
         """Before the gate falls to a value: c of every FakeNorm whose turn this is, on the device; names what goes."""

@@ -25,7 +25,7 @@ from hydra.core.utils import env_override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from tapernorm import faults, run, sweep
+from tapernorm import dist, faults, run, sweep
 from tapernorm.commands import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
 from tapernorm.config import Config, DatasetConfig, NormConfig
 from tapernorm.schema import ConfigError, all_keys, fields_of, leaves, to_dict, validate
@@ -103,6 +103,10 @@ def launch(
             env_override({"HYDRA_FULL_ERROR": "1"}),
             run.stopped_by_signals(),
         ):
+            if schema is Config:
+                dist.start()
+                if dist.size() > 1 and "--multirun" in sys.argv:
+                    raise ConfigError("--multirun: the jobs of a sweep are single processes; start it without torchrun")
             main()
     except KeyboardInterrupt:
         status = 130
@@ -181,8 +185,6 @@ def train(tree: DictConfig) -> float | None:
     settings = HydraConfig.get()
     overrides = list(settings.overrides.task)
     with faults.in_one_line():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: training is one process; start without torchrun")
         composed = absolute_paths(plain(tree), Path(settings.runtime.cwd))
         if settings.mode == RunMode.MULTIRUN:
             summary = sweep.run_job(composed, overrides=overrides, number=int(settings.job.num))

@@ -328,6 +328,9 @@ class TrainerConfig:
     samples: NonNegativeInt = meaning("stories to print at the end", 3)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     compile: bool = meaning("torch.compile the training step, one graph per phase", False)
+    parallel: Literal["ddp", "fsdp"] = meaning(
+        "under torchrun: every process holds the whole model, or a share of its matrices and their moments", "ddp"
+    )
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     dtype: Literal["auto", "float32", "bfloat16"] = meaning("bfloat16 means autocast; auto: where it is faster", "auto")
     progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tapernorm import checkpoint as checkpoints
+from tapernorm import dist
 from tapernorm.device import autocast
 from tapernorm.generate import generate
 from tapernorm.schema import write_text
@@ -26,7 +27,9 @@ def introduce(run: TrainingRun) -> None:
     per_step = trainer.batch_size * config.model.n_ctx
     compiled = ", compiled" if trainer.compile else ""
     say = run.say
-    say(f"device {run.device}, {str(run.dtype).removeprefix('torch.')}{compiled}, {torch.get_num_threads()} threads")
+    together = f"{dist.size()} processes, each with " if dist.size() > 1 else ""
+    kind = str(run.dtype).removeprefix("torch.")
+    say(f"{together}device {run.device}, {kind}{compiled}, {torch.get_num_threads()} threads")
     say(
         f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
         f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
@@ -48,6 +51,8 @@ def introduce(run: TrainingRun) -> None:
     left = trainer.max_steps - run.step
     if trainer.compile:
         say("ETA: shown once the first graph is compiled")
+    elif trainer.parallel == "fsdp" and dist.size() > 1:
+        say("ETA: shown once the first step is taken")
     elif left:
         say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
     say(f"run directory {run.directory}")
@@ -98,16 +103,17 @@ def conclude(run: TrainingRun) -> None:
         length = min(trainer.sample_tokens, run.config.model.n_ctx - 1)
         try:
             rows = generate(
-                run.model, [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
+                run.whole_model(), [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
             )
         except Exception as error:  # such as logits that are not finite: the results stand all the same
             say(f"warning: no samples ({type(error).__name__}: {error})")
             rows = []
         texts = [tokenizer.decode(row) for row in rows]
-        try:
-            write_text(run.directory / "samples.txt", "\n<|endoftext|>\n".join(texts) + "\n")
-        except OSError as error:
-            say(f"warning: {run.directory / 'samples.txt'} cannot be written: {error.strerror}")
+        if dist.leads():
+            try:
+                write_text(run.directory / "samples.txt", "\n<|endoftext|>\n".join(texts) + "\n")
+            except OSError as error:
+                say(f"warning: {run.directory / 'samples.txt'} cannot be written: {error.strerror}")
         for number, text in enumerate(texts, 1):
             say(f"sample {number}: {' '.join(text.split())}")
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""

@@ -653,12 +653,13 @@ class Batches:
         places = [divmod(index, self.n_windows) for index in range(first, first + self._batch_size)]
         return [int(self._permutation(epoch)[place]) for epoch, place in places]
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) int64 of a step, counted from 1; targets are the inputs shifted by one."""
+    def batch(self, step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) int64 of a step, counted from 1, or of some of its rows; targets are one ahead."""
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
-        rows = np.empty((self._batch_size, self._n_ctx + 1), dtype=np.int64)
-        for row, window in zip(rows, self.windows(step), strict=True):
+        windows = self.windows(step)[part]
+        rows = np.empty((len(windows), self._n_ctx + 1), dtype=np.int64)
+        for row, window in zip(rows, windows, strict=True):
             start = window * self._n_ctx
             row[:] = self._tokens[start : start + self._n_ctx + 1]
         both = torch.from_numpy(rows)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tapernorm import dist
 from tapernorm.anchor import token_scale
 from tapernorm.model import Decoder
 
@@ -112,8 +113,8 @@ class UpdateRatio:
 
     @torch.no_grad()
     def value(self) -> float:
-        moved = torch.stack([(p - old).norm() for p, old in self.before]).norm()
-        size = torch.stack([old.norm() for _, old in self.before]).norm()
+        moved = torch.stack([dist.whole((p - old).norm()) for p, old in self.before]).norm()
+        size = torch.stack([dist.whole(old.norm()) for _, old in self.before]).norm()
         return (moved / size).item()
 
 

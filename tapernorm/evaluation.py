@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm import pretrained, published
+from tapernorm import dist, pretrained, published
 from tapernorm.commands import EvaluateConfig
 from tapernorm.comparison import Measured, compare, compare_on, labels, plus_minus
 from tapernorm.config import Config
@@ -91,11 +91,14 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over windows (N, T). Every token counts once, so the batch size does not matter (beyond rounding).
 
-    The sum runs in float64 on the CPU.
+    The sum runs in float64 on the CPU. Several processes share the batches; the sum is the same, and the same in each.
     """
-    total = 0.0
-    for losses in token_losses(model, inputs, targets, batch_size, autocast).split(batch_size):
-        total += losses.double().sum().item()
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> float:
+        return token_losses(model, *batch, batch_size, autocast).double().sum().item()
+
+    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+    total = sum(dist.divided(loss_of, batches))
     return Evaluation(loss=total / targets.numel(), tokens=targets.numel())
 
 

@@ -18,6 +18,7 @@ import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from tapernorm import dist
 from tapernorm.config import Config, DatasetConfig, NormConfig
 from tapernorm.schema import ConfigError, all_keys, unknown_key
 
@@ -48,8 +49,9 @@ def _raised_by_hydra(error: Exception) -> bool:
 
 
 def stop(text: str, status: int = 2) -> NoReturn:
-    """End the program with one line on stderr. 2: nothing ran; 1: a run failed."""
-    print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+    """End the program with one line on stderr. 2: nothing ran; 1: a run failed. One of several processes says it."""
+    if dist.blame(text, after_you=True)[1]:
+        print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 

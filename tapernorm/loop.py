@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -10,16 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tapernorm import pretrained
+from tapernorm import dist, pretrained
 from tapernorm.config import Config, resolve
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
 from tapernorm.dynamics import UpdateRatio, probe
-from tapernorm.optim import learning_rate
-from tapernorm.schema import to_dict, write_text, write_yaml
+from tapernorm.optim import clip_gradients, gradient_norm, learning_rate
 from tapernorm.tracking import Tracker
 from tapernorm.trainer import Divergence, TrainingRun
 
@@ -47,11 +43,11 @@ def train(
     finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError
     for data or devices that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
     """
-    device = pick_device(config.trainer.device)
+    device = dist.place(pick_device(config.trainer.device))
     keep_freed_memory()
     if checkpoint is None:
         pretrained.check(config)
-    data = prepare(config, say)
+    data = dist.in_turn(lambda: prepare(config, say))
     config = resolve(config, data.tokenizer.n_vocab)
     run = TrainingRun(config, directory, data, device, say)
     if checkpoint is None:
@@ -59,9 +55,7 @@ def train(
     else:
         run.restore(checkpoint)
     # Only now: a resume that is refused leaves the run's directory as it was.
-    write_yaml(directory / "config.yaml", to_dict(config))
-    report = {"key": data.key, "entry": str(data.entry), **data.report}
-    write_text(directory / "data.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    run.write_down()
     with run.open_tracker() as tracker, signals_as_requests() as stop:
         introduce(run)
         run.catch_up(tracker)
@@ -90,7 +84,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             group["lr"] = learning_rate(step, optim)
 
         micro = run.microbatches(step)
-        level = run.batch_level(step, [x for x, _ in micro]) if run.anchor.needs_batch_mean and len(micro) > 1 else None
+        level = run.batch_level(step, [x for x, _ in micro])
         with run.calibration.recording(step) as recording:
             # A recording step runs uncompiled, so that compilation sees one graph per phase.
             compute = run.model.loss if recording else run.loss
@@ -108,14 +102,16 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                     run.anchor.record(hidden)
                 (total / len(micro)).backward()
                 run.interval["loss"] += loss.detach() / len(micro)
+        run.average_over_processes()
 
-        norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+        norm = gradient_norm(run.model.parameters())
         if optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), optim.clip, norm)
+            clip_gradients(run.model.parameters(), optim.clip, norm)
         run.guard(step, norm)
         due = step % trainer.log_interval == 0 or step in run.landmarks
         probing = step % trainer.dynamics_interval == 0 or step in run.landmarks
-        saving, validating = run.saves_at(step) or stop.requested, run.validates_at(step)
+        stopping = stop.agreed()
+        saving, validating = run.saves_at(step) or stopping, run.validates_at(step)
         ratio = UpdateRatio(run.model.parameters()) if due else None
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
@@ -130,7 +126,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
             tracker.log(step, run.training_metrics(step, norm, ratio))
         if probing:
             with run.untimed():
-                run.last_probe = probe(run.model, *run.probe_batch)
+                run.last_probe = probe(run.whole_model(), *run.probe_batch)
                 tracker.log(step, run.last_probe)
         run.show_progress()
         # Saved before validating: nothing that takes long stands between a step and its checkpoint.
@@ -141,7 +137,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         if validating:
             with run.untimed():
                 tracker.log(step, run.validate())
-        if saving and stop.requested and step < trainer.max_steps:
+        if stopping and step < trainer.max_steps:
             tracker.finish("interrupted", run.summary())
             run.close_progress()
             raise Interrupted(step, run.summary(), stop.signal)
@@ -152,10 +148,12 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
 class StopRequest:
     """Set by the first signal; the loop finishes its step, saves and leaves."""
 
-    signal = 0
+    received = 0  # by this process
+    signal = 0  # that all processes know of
 
-    @property
-    def requested(self) -> bool:
+    def agreed(self) -> bool:
+        """Whether to leave after this step, asked once in each: several processes leave together."""
+        self.signal = dist.largest_asked(self.received)
         return self.signal != 0
 
 
@@ -163,14 +161,16 @@ class StopRequest:
 def signals_as_requests() -> Iterator[StopRequest]:
     """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request; a second SIGINT stops at once.
 
-    The others stay requests: a scheduler may repeat them while the checkpoint is being written.
+    The others stay requests: a scheduler may repeat them while the checkpoint is being written. Of several processes
+    each takes all of them for requests, to its end: torchrun sends a Ctrl-C, which the terminal gives to all, once
+    more, and SIGTERM to those that are left once one has gone; 30 s later it ends them by force.
     """
     stop = StopRequest()
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
-        stop.signal = number
-        if number == signal.SIGINT:
+        stop.received = number
+        if number == signal.SIGINT and dist.size() == 1:
             signal.signal(number, previous[number])
 
     try:
@@ -182,5 +182,6 @@ def signals_as_requests() -> Iterator[StopRequest]:
     try:
         yield stop
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if dist.size() == 1:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

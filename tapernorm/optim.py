@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tapernorm import dist
 from tapernorm.config import OptimConfig
 
 
@@ -37,6 +39,21 @@ def drop_state_of_frozen(optimizer: torch.optim.Optimizer) -> None:
     """Free the moments of parameters that no longer train (gamma after gate 0)."""
     for parameter in [p for p in optimizer.state if not p.requires_grad]:
         del optimizer.state[parameter]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The l2 norm of the whole gradient, a scalar."""
+    norms = [
+        dist.whole(torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]))
+        for kind in dist.kinds(parameters)
+    ]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
+    """Scale all gradients by limit / norm where `norm`, that of the whole gradient, is larger."""
+    for kind in dist.kinds(parameters):
+        torch.nn.utils.clip_grads_with_norm_(kind, limit, norm)
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:

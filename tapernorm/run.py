@@ -19,14 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from tapernorm import faults, git_revision
+from tapernorm import dist, faults, git_revision
 from tapernorm.config import Config, build, resolve
 from tapernorm.schema import ConfigError, all_keys, class_of, leaves, to_dict, unknown_key, write_text, write_yaml
 from tapernorm.tracking import finite
@@ -52,6 +52,7 @@ ADJUSTABLE = (
     "trainer.dynamics_interval",
     "trainer.keep_last",
     "trainer.log_interval",
+    "trainer.parallel",
     "trainer.progress",
     "trainer.sample_tokens",
     "trainer.samples",
@@ -138,23 +139,16 @@ class Saved:
 
 def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     """One run outside a sweep. Raises ConfigError before anything is written, SystemExit(1) if the run failed."""
-    check_keys(composed)
-    if composed.get("resume") in (None, "auto"):
-        config = resolve(build(composed))
-        start = _resume_auto(config, composed) if config.resume else None
-    else:  # the base is the saved configuration; this command's defaults need not fit together
-        start = _resume(composed, overrides)
+    start = dist.decide(lambda: _begin(composed, overrides))
     if isinstance(start, Saved):
         print(f"{start.directory} has {start.status}; nothing to do (a larger trainer.max_steps goes on)")
         return start.summary or {}
-    if start is None:
-        start = Start(config, composed, claim(config), claimed=True)
     try:
-        summary = execute(start, overrides=overrides)
+        summary = execute(start, overrides=overrides) if dist.leads() else follow(start)
     except InUse:  # another start took the directory between our claim and our lock
         raise
     except ConfigError:
-        if start.claimed:
+        if start.claimed and dist.leads():
             _unclaim(start.directory)
         raise
     except KeyboardInterrupt:
@@ -169,6 +163,21 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     if summary["status"] == "diverged":
         print(f"diverged, which is this norm's result: {summary['error']}", flush=True)
     return summary
+
+
+def _begin(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
+    """Check the configuration, then find the run to go on with or claim a directory."""
+    check_keys(composed)
+    if composed.get("resume") in (None, "auto"):
+        config = resolve(build(composed))
+        dist.check(config.trainer)
+        found = _resume_auto(config, composed) if config.resume else None
+        return found or Start(config, composed, claim(config), claimed=True)
+    # The base is the saved configuration; this command's defaults need not fit together.
+    found = _resume(composed, overrides)
+    if isinstance(found, Start):
+        dist.check(found.config.trainer)
+    return found
 
 
 def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
@@ -200,8 +209,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             outcome = {"status": "failed", "error": str(error)}
             raise
         except Exception as error:
-            append_log(directory, traceback.format_exc())
-            outcome = {"status": "failed", "error": in_words(error)}
+            outcome = {"status": "failed", "error": _log_fault(directory, error)}
         finally:
             summary = _summary(config, outcome, time.monotonic() - began)
             kept = summary
@@ -216,6 +224,32 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
         if config.report and outcome["status"] == "failed":
             write_page(directory, kept, say)
     return summary
+
+
+def follow(start: Start) -> Tree:
+    """What `execute` is in the other processes of a run: the same steps, without a word and without a file."""
+    from tapernorm import loop
+
+    quiet = replace(start.config, trainer=replace(start.config.trainer, progress="none"))
+    try:
+        result = loop.train(quiet, start.directory, checkpoint=start.checkpoint)
+    except ConfigError:
+        raise
+    except loop.Interrupted as stop:
+        raise Stopped(stop.signal) from None
+    except loop.Divergence as fault:
+        return {"status": "diverged", "error": str(fault)}
+    except Exception as error:
+        return {"status": "failed", "error": _log_fault(start.directory, error)}
+    return {**result, "status": "finished"}
+
+
+def _log_fault(directory: Path, error: Exception) -> str:
+    """The fault that ended the run in one line; its traceback goes to run.log, from the process that it happened in."""
+    text, own = dist.blame(in_words(error))
+    if own:
+        append_log(directory, traceback.format_exc())
+    return text
 
 
 def write_page(directory: Path, summary: Tree, say: Say) -> None:

@@ -424,6 +424,22 @@ def account() -> tuple[bool, str]:
         wandb.teardown()
 
 
+class NoTracker(Tracker):
+    """Takes everything and keeps nothing: of all processes of a run but the first."""
+
+    def __init__(self) -> None:
+        self._finished, self._mirror = True, None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
 def _define_metrics(run: Any) -> None:
     """Tell W&B every metric's x axis and what its summary keeps."""
     run.define_metric("trainer/tokens")

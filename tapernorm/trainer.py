@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tapernorm import checkpoint as checkpoints
-from tapernorm import pretrained
+from tapernorm import dist, pretrained
 from tapernorm.anchor import ScaleAnchor
 from tapernorm.calibration import Calibration, describe
 from tapernorm.config import Config
@@ -24,10 +25,10 @@ from tapernorm.device import autocast, pick_dtype
 from tapernorm.dynamics import UpdateRatio, first_nonfinite
 from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
-from tapernorm.model import build_model
+from tapernorm.model import Decoder, build_model
 from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
-from tapernorm.schema import ConfigError, to_dict
-from tapernorm.tracking import Progress, Tracker, read_metrics
+from tapernorm.schema import ConfigError, to_dict, write_text, write_yaml
+from tapernorm.tracking import NoTracker, Progress, Tracker, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = (
@@ -69,8 +70,6 @@ class TrainingRun:
         # For whatever draws from torch's own generator; initialization, batches and dropout masks do not depend on it.
         torch.manual_seed(config.seed)
         self.model = build_model(config, device).train()
-        self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
-        self.optimizer = build_optimizer(self.model, config.optim)
         self.schedule = GateSchedule.from_config(config)
         self.phase, self.gate = Phase.NORMALIZED, 1.0
         first_tapered = self.schedule.first_tapered_step
@@ -120,7 +119,32 @@ class TrainingRun:
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
-        checkpoints.clear_after(self.directory, 0)
+        self.set_up()
+        self.clear_after(0)
+
+    def set_up(self) -> None:
+        """Now that the weights are there: share them between the processes if wanted, compile, build the optimizer."""
+        trainer = self.config.trainer
+        self.sharded = dist.size() > 1 and trainer.parallel == "fsdp"
+        if self.sharded:
+            dist.shard(self.model, self.model.blocks, methods=("loss", "trunk"))
+        self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+
+    @torch.no_grad()
+    def whole_model(self) -> Decoder:
+        """The model with all of its weights in this process, to look at: itself, or a copy if it is sharded."""
+        if not self.sharded:
+            return self.model
+        with self.device:
+            copy = Decoder(self.config.model, self.config.norm)
+        there = zip(
+            [*copy.parameters(), *copy.buffers()], [*self.model.parameters(), *self.model.buffers()], strict=True
+        )
+        for own, shared in there:
+            own.copy_(dist.whole(shared))
+        copy.set_gate(self.gate, self.phase)
+        return copy.train(self.model.training)
 
     # ---------------------------------------------------------------------------------------------- one training step
 
@@ -147,23 +171,38 @@ class TrainingRun:
         self.phase = phase
 
     def seed_dropout(self, step: int, part: int) -> None:
-        """Before a microbatch's forward: make its masks a function of (seed, step, part) alone.
+        """Before a microbatch's forward: make its masks a function of the seed, the step and its place in the batch.
 
         So they need no state that could be lost, are the baseline's in every mode, and can be drawn again.
         """
         if self.config.model.dropout:
+            part += dist.rank() * self.config.trainer.accumulation
             (seed,) = np.random.SeedSequence((self.config.seed, step, part)).generate_state(1, np.uint64)
             torch.manual_seed(int(seed))
 
     @torch.no_grad()
-    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor:
-        """The anchor's `level` of the whole batch, from forwards without gradients, for accumulation."""
+    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor | None:
+        """The anchor's `level` of the whole batch, from forwards without gradients; None where it needs none."""
+        if not self.anchor.needs_batch_mean or len(inputs) * dist.size() == 1:
+            return None
         levels = []
         for part, x in enumerate(inputs):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
                 levels.append(self.anchor.level(self.model.trunk(x)))
-        return torch.stack(levels).mean()
+        level = torch.stack(levels).mean()
+        dist.average([level])
+        return level
+
+    def average_over_processes(self) -> None:
+        """Make gradients and sums, which are of this process's rows, those of the whole batch, once a step.
+
+        The sums of earlier steps are equal in all processes already, so averaging them again leaves them as they are.
+        """
+        if dist.size() > 1:
+            sums = [self.log_scale.grad, *(self.interval[name] for name in ("loss", "anchor", "force"))]
+            gradients = [parameter.grad for parameter in self.model.parameters()]
+            dist.average([tensor for tensor in [*sums, *gradients] if tensor is not None])
 
     def guard(self, step: int, grad_norm: Tensor) -> None:
         """Make the optimizer skip, on the device and without waiting for it, a step that is not finite."""
@@ -180,20 +219,25 @@ class TrainingRun:
             return
         step = int(self.first_bad.item())
         gate = self.schedule.value(step)
-        self.model.set_gate(gate, self.schedule.phase(step))
+        model = self.whole_model()
+        model.set_gate(gate, self.schedule.phase(step))
         layer = None
         for part, (x, y) in enumerate(self.microbatches(step)):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
-                layer = layer or first_nonfinite(self.model, x, y)
+                layer = layer or first_nonfinite(model, x, y)
+        layer = next(filter(None, dist.gather(layer)), None)
         other = "the gradient of the scale loss" if self.anchor.active else "the norm of the gradient"
         self.close_progress()
         raise Divergence(step, gate, layer or other, self.summary() | {"steps": step - 1})
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets (B, T) in `trainer.accumulation` equal parts: a pure function of the seed and the step."""
+        """Inputs and targets (B, T) in `trainer.accumulation` equal parts: a pure function of the seed and the step.
+
+        Several processes have their parts of the same batch, in the order of the processes.
+        """
         parts = self.config.trainer.accumulation
-        inputs, targets = self.batches.batch(step)
+        inputs, targets = self.batches.batch(step, dist.rows(self.config.trainer.batch_size))
         if self.device.type == "cuda":  # only a copy from pinned memory does not wait
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         inputs, targets = inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
@@ -268,7 +312,7 @@ class TrainingRun:
     def validate(self) -> dict[str, float]:
         """Loss over the fixed validation tokens; remembers the best."""
         batch_size = self.config.trainer.val_batch_size
-        result = evaluate(self.model, *self.val_batch, batch_size, autocast(self.device, self.dtype))
+        result = evaluate(self.whole_model(), *self.val_batch, batch_size, autocast(self.device, self.dtype))
         self.note_validation(result.loss)
         self.say(
             f"step {self.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {self.gate:.4g}"
@@ -296,7 +340,7 @@ class TrainingRun:
         if not self.directory.is_dir():  # or the checkpoint would make a new one, without its metrics
             raise FileNotFoundError(errno.ENOENT, "the run's directory has vanished", str(self.directory))
         training = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": dist.collected(self.optimizer.state_dict()),
             "calibration": self.calibration.state_dict(),
             "anchor": self.anchor.state_dict(),
             "interval": self.interval | {"radial": self.log_scale.grad},
@@ -306,27 +350,34 @@ class TrainingRun:
             "probe": self.last_probe,
             "tracker": wandb_state,
         }
-        checkpoints.write(
-            checkpoints.path_at(self.directory, self.step),
-            self.step,
-            model=self.model.state_dict(),
-            training=training,
-            config=self.config,
-            tokenizer=self.data.tokenizer,
-            meta={
-                "gate": self.gate,
-                "phase": self.phase.value,
-                "tokens": self.tokens,
-                "val_loss": self.val_loss,
-                "train_loss": self.last_loss,
-                "data": self.data.key,
-            },
-        )
+        weights = dist.collected(self.model.state_dict())
+        if dist.leads():
+            checkpoints.write(
+                checkpoints.path_at(self.directory, self.step),
+                self.step,
+                model=weights,
+                training=training,
+                config=self.config,
+                tokenizer=self.data.tokenizer,
+                meta={
+                    "gate": self.gate,
+                    "phase": self.phase.value,
+                    "tokens": self.tokens,
+                    "val_loss": self.val_loss,
+                    "train_loss": self.last_loss,
+                    "data": self.data.key,
+                },
+            )
         self.saved_step = self.step
         self.retain()
 
     def retain(self) -> None:
-        checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_saved_step)
+        if dist.leads():
+            checkpoints.retain(self.directory, self.config.trainer.keep_last, self.best_saved_step)
+
+    def clear_after(self, step: int) -> None:
+        if dist.leads():
+            checkpoints.clear_after(self.directory, step)
 
     def restore(self, path: Path) -> None:
         """Everything as it was when `path` was saved; checkpoints of later steps belong to a past that is undone."""
@@ -338,6 +389,7 @@ class TrainingRun:
             )
         state = checkpoints.read_training(path)
         self.model.load_state_dict(checkpoints.read_weights(path), strict=True)
+        self.set_up()
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])
         phase = self.schedule.phase(self.step) if self.step else Phase.NORMALIZED
@@ -345,6 +397,9 @@ class TrainingRun:
         self.model.set_gate(self.gate, phase)
         if phase is not Phase.NORMALIZED:
             self.enter_phase(phase)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, moments in state["optimizer"]["state"].items():
+            moments |= {name: dist.share_of(moment, parameters[index]) for name, moment in moments.items()}
         self.optimizer.load_state_dict(state["optimizer"])
         self.calibration.load_state_dict(state["calibration"], self.device)
         self.anchor.load_state_dict(state["anchor"], self.device)
@@ -358,19 +413,32 @@ class TrainingRun:
         self.last_probe = state["probe"]
         self.wandb_state = state["tracker"]
         self.saved_step = self.step
-        checkpoints.clear_after(self.directory, self.step)
+        self.clear_after(self.step)
 
     def catch_up(self, tracker: Tracker) -> None:
         """A checkpoint is older than its step's validation: take that from the metrics, or do it now."""
         if self.step == 0 or not self.validates_at(self.step):
             return
-        logged = next((row for row in read_metrics(self.directory) if row["step"] == self.step), {})
+        rows = dist.decide(lambda: read_metrics(self.directory))
+        logged = next((row for row in rows if row["step"] == self.step), {})
         if logged.get("val/loss") is None:
             tracker.log(self.step, self.validate())
         else:
             self.note_validation(logged["val/loss"])
 
+    def write_down(self) -> None:
+        """config.yaml, resolved, and data.json: what was read, dropped and repaired."""
+        if dist.leads():
+            data, directory = self.data, self.directory
+            write_yaml(directory / "config.yaml", to_dict(self.config))
+            report = {"key": data.key, "entry": str(data.entry), **data.report}
+            text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+            write_text(directory / "data.json", text)
+
     def open_tracker(self) -> Tracker:
+        return dist.in_turn(self._open_tracker, NoTracker)
+
+    def _open_tracker(self) -> Tracker:
         return Tracker(
             self.directory,
             to_dict(self.config),

@@ -317,8 +317,7 @@ def test_an_interrupted_run_says_how_to_go_on(launch, trainer, error):
     assert read_summary(directory)["status"] == "interrupted"
 
 
-def test_P09_several_processes_are_refused(launch, monkeypatch):
-    """Training is one process for now, so torchrun gets one line from each rank instead of a directory for each."""
+def test_P09_half_an_environment_of_torchrun_is_refused(launch, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = launch()
     assert status == 2 and "WORLD_SIZE=2" in err and not runs()
