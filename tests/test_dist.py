@@ -21,8 +21,9 @@ import torch.distributed
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import dist
-from tapernorm.config import Config, ConfigError, to_dict
+from tapernorm.config import Config
 from tapernorm.loop import train
+from tapernorm.schema import ConfigError, to_dict
 from tapernorm.tracking import read_metrics
 from tests.conftest import GPT2, merge
 
