@@ -43,7 +43,7 @@ def to_hooked(source: Decoder | str | Path, *, tokenizer: Tokenizer | None = Non
     else:
         model, words = _read(Path(source))
     name = f"{model.config.name}-{model.norm_config.name}"
-    if model.taper_norms() or (fold_gains and model.norm_config.kind != "folded"):
+    if model.gated_norms() or (fold_gains and model.norm_config.kind != "folded"):
         model = fold(model, gains=fold_gains)
     config = lens.TransformerBridgeConfig(
         model_name=name,
