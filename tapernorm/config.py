@@ -351,7 +351,10 @@ class TokenizerConfig:
 
     kind: Literal["bpe", "gpt2", "bytes"] = meaning("bpe is trained on the data set; gpt2 is the stock one", "bpe")
     vocab_size: Annotated[int | None, Field(ge=257)] = meaning("bpe only; null: the data set's vocab_size", None)
-    ranks: str | None = meaning("a tiktoken ranks file to use instead of training or downloading one", None)
+    ranks: str | None = meaning(
+        "a tiktoken ranks file, or a tokenizer.json of a byte-level BPE, to use instead of training or downloading one",
+        None,
+    )
     train_bytes: PositiveInt = meaning("bpe only: bytes of text that it is trained on at most", 100_000_000)
 
 
@@ -582,7 +585,10 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     except (TypeError, ValueError) as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
-        lines = [_explain(item, tree, schema) for item in error.errors()]
+        # Of a list whose items are wrong, pydantic says that it is too short as well.
+        wrong = {item["loc"][:-1] for item in error.errors()}
+        told = [item for item in error.errors() if item["type"] != "too_short" or item["loc"] not in wrong]
+        lines = [_explain(item, tree, schema) for item in told]
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None
 
 
@@ -639,6 +645,8 @@ def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
             return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
         case "union_tag_invalid":
             return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
+        case "too_short" | "too_long":
+            return f"{key}={node!r}: should have {item['ctx'].get('min_length') or item['ctx']['max_length']} items"
         case "tuple_type":
             return f"{key}={node!r}: should be a list, as in {key}=[{node}]"
         case "string_pattern_mismatch":
@@ -760,8 +768,11 @@ def _check_relations(config: Config) -> None:
     if gate.shape == "step":
         k_taper = k_warmup + 1
     if tapers and not k_warmup < k_taper <= trainer.max_steps:
+        how = "; gate.first_removal is k_warmup" if gate.k_warmup is None and gate.shape == "sequential" else ""
+        if gate.k_taper is None and removal_waits(config):
+            how += f"; gate.gaps={list(gate.gaps or ())} put the last removal at step {k_taper}"
         raise ConfigError(
-            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold"
+            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold{how}"
         )
     if tapers and (waits := removal_waits(config)) and k_taper != k_warmup + 1 + sum(waits):
         raise ConfigError(
