@@ -60,6 +60,14 @@ def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:
     _load(model, weights, where)
 
 
+def check_foreign(where: str) -> None:
+    """Refuse in one line (ConfigError) what `load_foreign` cannot read; the weights are not looked at."""
+    try:
+        _tokenizer_of(open_pretrained(where))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.init=", "checkpoint=")) from None
+
+
 def load_foreign(where: str, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
     """A model in Hugging Face form as it is, with a configuration that says so and its tokenizer.
 

@@ -259,6 +259,10 @@ def test_faults_of_models_in_hugging_face_form(runs: dict[str, Path], suite: dic
     ) as caught:
         measured(checkpoint=str(where), suite=suite)
     assert "\n" not in str(caught.value)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"checkpoint=.*exported: it has no tokenizer"):
+        measured(said.append, checkpoint=[str(runs["baseline"]), str(where)], dataset=suite["pile"])
+    assert not said, "refused before the first one is evaluated"
     (where / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match=r"checkpoint=.*model_type is bert there"):
         measured(checkpoint=str(where), suite=suite)
