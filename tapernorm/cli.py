@@ -30,7 +30,7 @@ from tapernorm.commands import BenchmarkConfig, EvaluateConfig, ExportConfig, Ge
 from tapernorm.config import Config, DatasetConfig, NormConfig
 from tapernorm.schema import ConfigError, all_keys, fields_of, leaves, to_dict, validate
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = faults.CONFIGS
 
 HELP_KEYS = (
     "model.n_layer",
@@ -361,8 +361,7 @@ def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     if folders:
         lines += ["", "Groups (group=choice):"]
         for folder in sorted(folders):
-            choices = sorted(path.stem for path in folder.glob("*.yaml"))
-            lines.append(f"  {folder.name:<12} {', '.join(choices)}")
+            lines.append(f"  {folder.name:<12} {', '.join(faults.choices(folder))}")
     lines += ["", "Keys (key=value), with their defaults:"]
     for key in shown:
         default = defaults.get(key, "???")

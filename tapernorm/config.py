@@ -288,7 +288,10 @@ class TokenizerConfig:
 
     kind: Literal["bpe", "gpt2", "bytes"] = meaning("bpe is trained on the data set; gpt2 is the stock one", "bpe")
     vocab_size: Annotated[int | None, Field(ge=257)] = meaning("bpe only; null: the data set's vocab_size", None)
-    ranks: str | None = meaning("a tiktoken ranks file to use instead of training or downloading one", None)
+    ranks: str | None = meaning(
+        "a tiktoken ranks file, or a tokenizer.json of a byte-level BPE, to use instead of training or downloading one",
+        None,
+    )
     train_bytes: PositiveInt = meaning("bpe only: bytes of text that it is trained on at most", 100_000_000)
 
 
@@ -426,8 +429,11 @@ def _check_relations(config: Config) -> None:
     if gate.shape == "step":
         k_taper = k_warmup + 1
     if tapers and not k_warmup < k_taper <= trainer.max_steps:
+        how = "; gate.first_removal is k_warmup" if gate.k_warmup is None and gate.shape == "sequential" else ""
+        if gate.k_taper is None and removal_waits(config):
+            how += f"; gate.gaps={list(gate.gaps or ())} put the last removal at step {k_taper}"
         raise ConfigError(
-            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold"
+            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold{how}"
         )
     if tapers and (waits := removal_waits(config)) and k_taper != k_warmup + 1 + sum(waits):
         raise ConfigError(

@@ -138,6 +138,8 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
             raise ConfigError(f"checkpoint={path} has no text of its own; name one with dataset=... or suite=gpt2")
         if is_hub_form(str(path)) and config.save_folded:
             raise ConfigError(f"save_folded={config.save_folded} is for a checkpoint of ours, not for {path}")
+        if Path(path).exists() and is_hub_form(str(path)):  # before the others are evaluated
+            pretrained.check_foreign(str(path))
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
     if config.suite is not None:

@@ -33,7 +33,7 @@ from tapernorm.config import (
 )
 from tapernorm.data import reuse, validation_windows
 from tapernorm.fold import certificate, describe, fold, readers, refuse_open_gates
-from tapernorm.hf import HUGE_EPSILON, family_of, open_pretrained, to_stock
+from tapernorm.hf import HUGE_EPSILON, family_of, open_pretrained, save_stock, to_stock
 from tapernorm.model import Decoder
 from tapernorm.schema import ConfigError
 from tapernorm.sites import all_sites
@@ -72,7 +72,7 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
         if kind == "tapernorm":
             _write_norm_free(folder, exported, tokenizer, dtype)
         else:
-            exported.to(dtype).save_pretrained(folder)
+            save_stock(exported.to(dtype), folder)
         (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
         _write_json(folder / "generation_config.json", _special_ids(tokenizer))
         note = _write_tokenizer(folder, tokenizer, trained.model.n_ctx)

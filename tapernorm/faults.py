@@ -23,6 +23,7 @@ from tapernorm.config import Config, DatasetConfig, NormConfig
 from tapernorm.schema import ConfigError, all_keys, unknown_key
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
@@ -85,12 +86,19 @@ def explain(error: BaseException, schema: type = Config) -> str:
     return " ".join(text.replace("^", " ").split()) or type(error).__name__
 
 
+def choices(group: Path) -> list[str]:
+    """The choices of a group of configs/, those in folders of it as 'folder/name'."""
+    return sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
+
+
 def _with_sections(keys: list[str]) -> list[str]:
     return [*dict.fromkeys(key.partition(".")[0] for key in keys if "." in key), *keys]
 
 
 def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
-    names = sorted(options)
+    group, *folders = group.split("/") if (CONFIGS / group.partition("/")[0]).is_dir() else [group]
+    choice = "/".join([*folders, choice])
+    names = sorted({*([] if folders else options), *choices(CONFIGS / group)})
     near = difflib.get_close_matches(choice, names, n=1)
     hint = f"did you mean {group}={near[0]}? " if near else ""
     if group == "hydra/launcher" and choice in EXTRAS:
@@ -101,6 +109,8 @@ def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
 def _not_in_choice(key: str) -> str:
     """A key that exists, but not with the chosen kind of norm or data set."""
     section, _, name = key.partition(".")
+    if section == "suite":
+        return f"the chosen suite has no key '{key}'; --cfg job shows those that it has"
     variants: dict[str, Any] = {"norm": NormConfig, "dataset": DatasetConfig}
     kinds = [
         str(cls.__pydantic_fields__["kind"].default)

@@ -140,6 +140,8 @@ def open_pretrained(where: str) -> Pretrained:
     try:
         given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         family = given.get("model_type")
+        if family == "tapernorm":
+            raise ConfigError("a norm-free export, which has no norms left; name the run that it was made from")
         if family not in FAMILIES:
             raise ConfigError(f"model_type is {family} there; {' and '.join(FAMILIES)} can be read")
         for key, allowed in STOCK[family].items():
@@ -304,6 +306,18 @@ def to_gpt2(model: Decoder) -> Any:
         )
     )
     return _filled(gpt2, "gpt2", model, state)
+
+
+def save_stock(stock: Any, directory: Path) -> None:
+    """Its save_pretrained, without the bar that transformers shows for one file."""
+    logging = _transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        stock.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _transformers() -> Any:

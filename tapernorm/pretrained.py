@@ -16,7 +16,7 @@ from tapernorm.gate import GateSchedule
 from tapernorm.hf import Pretrained, is_hub_form, open_pretrained
 from tapernorm.model import Decoder
 from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import GPT2_VOCAB, Tokenizer, build_tokenizer
+from tapernorm.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, build_tokenizer
 
 # Keys that decide which function the weights are of; n_ctx does where positions are learned.
 SAME_FUNCTION = (
@@ -55,10 +55,18 @@ def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:
     where = config.model.init
     if where == "random":
         return
-    weights = _foreign(where, config) if is_hub_form(where) else _own(where, config, tokenizer)
+    weights = _foreign(where, config, tokenizer) if is_hub_form(where) else _own(where, config, tokenizer)
     if "position_embed.weight" in weights:  # a shorter context has the first positions
         weights["position_embed.weight"] = weights["position_embed.weight"][: config.model.n_ctx]
     _load(model, weights, where)
+
+
+def check_foreign(where: str) -> None:
+    """Refuse in one line (ConfigError) what `load_foreign` cannot read; the weights are not looked at."""
+    try:
+        _tokenizer_of(open_pretrained(where))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.init=", "checkpoint=")) from None
 
 
 def load_foreign(where: str, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
@@ -90,19 +98,22 @@ def _tokenizer_of(source: Pretrained) -> Tokenizer:
     if tokenizer is None or tokenizer.n_vocab != vocab_size:
         what = "no tokenizer.json" if tokenizer is None else f"a tokenizer of {tokenizer.n_vocab} ids"
         raise ConfigError(
-            f"model.init={source.where}: it has {what} of a byte-level BPE with {vocab_size} ids; evaluate GPT-2 or a "
-            "directory that scripts/export_hf.py wrote"
+            f"model.init={source.where}: it has {what} of a byte-level BPE that splits text as GPT-2's does, with "
+            f"{vocab_size} ids, {END_OF_TEXT} the last; evaluate GPT-2 or a stock export of scripts/export_hf.py"
         )
     return tokenizer
 
 
-def _foreign(where: str, config: Config) -> dict[str, Tensor]:
+def _foreign(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tensor]:
     source = open_pretrained(where)
     _compare(where, source.architecture, config.model)
     there, here = source.architecture["vocab_size"], config.model.vocab_size
     if there != here:
         hint = "tokenizer=gpt2 is GPT-2's" if source.family == "gpt2" else "use the tokenizer that it was trained with"
         raise ConfigError(f"model.init={where}: vocab_size is {there} there and the tokenizer has {here} ids; {hint}")
+    beside = source.directory / "tokenizer.json"
+    if tokenizer.same_as_fast(beside) is False:
+        raise ConfigError(f"model.init={where}: it has another tokenizer; use tokenizer=bpe tokenizer.ranks={beside}")
     return source.weights()
 
 
@@ -123,12 +134,9 @@ def _own(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tensor]:
 
 
 def _compare(where: str, there: Mapping[str, Any], here: ModelConfig) -> None:
-    for name in SAME_FUNCTION:
-        own = getattr(here, name)
-        if name in there and there[name] != own:
-            raise ConfigError(
-                f"model.init={where}: model.{name} is {there[name]} there and {own} here; use the same model"
-            )
+    pairs = ((name, there[name], getattr(here, name)) for name in SAME_FUNCTION if name in there)
+    if other := [f"model.{name} is {theirs} there and {own} here" for name, theirs, own in pairs if theirs != own]:
+        raise ConfigError(f"model.init={where}: {', '.join(other)}; use the same model")
     if here.positions == "learned" and here.n_ctx > there["n_ctx"]:
         raise ConfigError(
             f"model.init={where}: model.n_ctx is {there['n_ctx']} there and {here.n_ctx} here; it has no more positions"

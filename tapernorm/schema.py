@@ -52,7 +52,10 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     except (TypeError, ValueError) as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
-        lines = [_explain(item, tree, schema) for item in error.errors()]
+        # Of a list whose items are wrong, pydantic says that it is too short as well.
+        wrong = {item["loc"][:-1] for item in error.errors()}
+        told = [item for item in error.errors() if item["type"] != "too_short" or item["loc"] not in wrong]
+        lines = [_explain(item, tree, schema) for item in told]
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None
 
 
@@ -120,6 +123,8 @@ def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
             return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
         case "union_tag_invalid":
             return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
+        case "too_short" | "too_long":
+            return f"{key}={node!r}: should have {item['ctx'].get('min_length') or item['ctx']['max_length']} items"
         case "tuple_type":
             return f"{key}={node!r}: should be a list, as in {key}=[{node}]"
         case "string_pattern_mismatch":

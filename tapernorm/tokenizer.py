@@ -150,6 +150,16 @@ class Tokenizer:
         same = fast.token_to_id(END_OF_TEXT) == tokenizer.eot
         return tokenizer if same and all(fast.encode(text).ids == tokenizer.encode(text) for text in PROBES) else None
 
+    def same_as_fast(self, file: Path) -> bool | None:
+        """Whether a tokenizer.json of the tokenizers library has these ids for PROBES; None if it cannot be read."""
+        from tokenizers import Tokenizer as Fast
+
+        try:
+            fast = Fast.from_file(str(file))
+            return all(fast.encode(text, add_special_tokens=False).ids == self.encode(text) for text in PROBES)
+        except Exception:  # the library raises plain Exceptions
+            return None
+
     def save(self, directory: str | Path) -> None:
         """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""
         lines = (b"%s %d\n" % (base64.b64encode(self._tokens[rank]), rank) for rank in sorted(self._tokens))
@@ -185,6 +195,13 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str] | None) -> Tok
     """
     if config.kind == "bytes":
         return Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
+    if config.ranks is not None and Path(config.ranks).suffix == ".json":
+        if (found := Tokenizer.from_fast(Path(config.ranks).expanduser())) is None:
+            raise ConfigError(
+                f"tokenizer.ranks={config.ranks} is not a usable tokenizer.json: it takes a byte-level BPE that splits "
+                f"text as GPT-2's does and has {END_OF_TEXT} as its last id"
+            )
+        return Tokenizer(config.kind, found._ranks)
     if config.ranks is not None:
         try:
             return Tokenizer(config.kind, read_ranks(Path(config.ranks).expanduser()))

@@ -106,6 +106,11 @@ def test_every_gap_is_kept(tiny: Callable[..., Config]) -> None:
         fake(tiny, gate={"k_taper": 20})
     with pytest.raises(ConfigError, match=r"gate\.k_taper=65 <= trainer\.max_steps=24"):
         fake(tiny, gate={"gaps": [9, 9, 10]})
+    with pytest.raises(ConfigError, match=r"hold; gate\.first_removal is k_warmup; gate\.gaps=\[1, 2, 2\] .* step 36"):
+        fake(tiny, gate={"k_warmup": None, "first_removal": 25})
+    for gaps, message in (([1, 2], r"gaps=\[1, 2\]: should have 3 items$"), ([0, 1, 2], r"gaps\[0\]=0: .* than 0$")):
+        with pytest.raises(ConfigError, match=message):
+            fake(tiny, gate={"gaps": gaps})
 
 
 def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[..., Config], tmp_path: Path) -> None:

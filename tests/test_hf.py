@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_fine_tuning_starts_where_it_is_and_tapers(
         ({"tied": False}, r"model\.tied is True there and False here"),
         ({"positions": "rotary"}, r"model\.positions is learned there and rotary here"),
         ({"norm_eps": 1e-6}, r"model\.norm_eps is 1e-05 there and 1e-06 here"),
+        ({"n_layer": 3, "norm_eps": 1.0}, r": model\.n_layer is 2 .* here, model\.norm_eps is 1e-05 .*; use the same"),
         ({"n_ctx": 64}, r"model\.n_ctx is 32 there and 64 here"),
     ],
 )
@@ -171,6 +173,20 @@ def test_another_vocabulary_is_named(tiny: Callable[..., Config], gpt2: tuple[Pa
         pretrained.initialize(build_model(config), config, BYTES)
 
 
+def test_another_tokenizer_of_the_same_size_is_named(tiny: Callable[..., Config], gpt2: tuple[Path, Any]) -> None:
+    config = config_from(tiny, gpt2[0])
+    turned = Tokenizer("bytes", {bytes([255 - byte]): byte for byte in range(256)})
+    for tokenizer, message in (
+        (BYTES, None),
+        (turned, r"another tokenizer; .* tokenizer\.ranks=.*tokenizer\.js"),
+    ):
+        fast = tokenizer.to_fast()
+        assert fast is not None
+        fast.save(str(gpt2[0] / "tokenizer.json"))
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            pretrained.initialize(build_model(config), config, BYTES)
+
+
 def _edit(directory: Path, **keys: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
@@ -179,6 +195,7 @@ def _edit(directory: Path, **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (lambda path: _edit(path, model_type="tapernorm"), "a norm-free export, which has no norms left; name the run"),
         (lambda path: _edit(path, model_type="bert"), "model_type is bert there; gpt2 and llama can be read"),
         (lambda path: _edit(path, activation_function="relu"), "activation_function is relu there; only gelu_new"),
         (lambda path: _edit(path, n_head=None), r"config\.json cannot be read"),

@@ -212,6 +212,7 @@ def test_the_command_takes_a_suite_with_local_folders(
     assert status == 0 and "validation loss" in out
     for arguments, message in {
         ("suite=gpt3",): "did you mean suite=gpt2?",
+        ("suite=gpt2", "suite.pil.path=x"): "the chosen suite has no key 'suite.pil.path'; --cfg job shows those",
         ("suite=gpt2", "suite.pile.pth=x"): "did you mean 'suite.pile.path'?",
         ("dataset=toy", "dataset.reference.path=x"): "no key 'dataset.reference.path'; the kinds filtered have it",
         ("dataset=pile_filtered", "dataset.reference.pth=x"): "did you mean 'dataset.reference.path'?",
@@ -260,6 +261,10 @@ def test_faults_of_models_in_hugging_face_form(runs: dict[str, Path], suite: dic
     ) as caught:
         measured(checkpoint=str(where), suite=suite)
     assert "\n" not in str(caught.value)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"checkpoint=.*exported: it has no tokenizer"):
+        measured(said.append, checkpoint=[str(runs["baseline"]), str(where)], dataset=suite["pile"])
+    assert not said, "refused before the first one is evaluated"
     (where / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match=r"checkpoint=.*model_type is bert there"):
         measured(checkpoint=str(where), suite=suite)
@@ -272,9 +277,17 @@ def test_a_tokenizer_comes_back_from_the_libraries_form(tmp_path: Path) -> None:
     fast.save(str(tmp_path / "tokenizer.json"))
     again = Tokenizer.from_fast(tmp_path / "tokenizer.json")
     assert again is not None and again.fingerprint == tokenizer.fingerprint
+    file = tmp_path / "tokenizer.json"
+    named = build_tokenizer(TokenizerConfig(kind="bpe", ranks=str(file)), None)
+    assert named.fingerprint == tokenizer.fingerprint and named.name == "bpe" and named.same_as_fast(file) is True
+    other = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), [text.upper() for text in WEB])
+    assert other.n_vocab == tokenizer.n_vocab and other.same_as_fast(file) is False
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     assert Tokenizer.from_fast(tmp_path / "tokenizer.json") is None
     assert Tokenizer.from_fast(tmp_path / "none.json") is None
+    assert tokenizer.same_as_fast(file) is None
+    with pytest.raises(ConfigError, match=r"tokenizer\.ranks=.*json is not a usable tokenizer\.json: it takes a byte"):
+        build_tokenizer(TokenizerConfig(kind="bpe", ranks=str(file)), None)
 
 
 @needs_shared
