@@ -185,14 +185,14 @@ def _evaluate_suite(
     sizes = []
     for label, path in zip(labels(paths), paths, strict=True):
         subject = Subject.load(config, path, label, device, say)
-        sizes.append(subject.trained.model.name)
+        sizes.append(published.size_of(subject.trained.model))
         samples = config.samples or 0
         for name, dataset in config.suite.items():
             on = dataclasses.replace(config, dataset=dataset, samples=samples)
             text = Text.open(subject, on, say_once, f"suite.{name}")
             texts[name] += measure(subject, text, on, functools.partial(_say_on, say, f"{label} on {name}: "))
             samples = 0  # they have nothing to do with the text
-    rows = published.rows(sizes, texts)
+    rows = published.rows(filter(None, sizes), texts)
     compare_on(texts, rows, say)
     if rows:
         say(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from tapernorm.config import ModelConfig
+
 SOURCE = "Baroni et al. (2025), on other samples of these data sets"
 ROWS = ("original", "vanilla fine-tuning", "LayerNorm-free")
 LOSSES = {  # by size and data set, in the order of ROWS
@@ -33,12 +35,21 @@ LOSSES = {  # by size and data set, in the order of ROWS
         "pile_filtered": (2.3739, 2.3821, 2.3992),
     },
 }
+SHAPES = {"gpt2": (12, 768), "gpt2_medium": (24, 1024), "gpt2_large": (36, 1280), "gpt2_xl": (48, 1600)}
+VOCAB_SIZE = 50257
 # Given for the one mean that a few sequences carry.
 MEDIANS = {("gpt2_xl", "pile", "LayerNorm-free"): 1.09}
 
 
+def size_of(model: ModelConfig) -> str | None:
+    """The published size that a model has, by blocks, width and vocabulary, whatever its name; None for any other."""
+    shape = (model.n_layer, model.d_model)
+    own = model.positions == "learned" and model.vocab_size == VOCAB_SIZE
+    return next((name for name, known in SHAPES.items() if own and known == shape), None)
+
+
 def rows(models: Iterable[str], datasets: Iterable[str]) -> list[dict[str, Any]]:
-    """What was published of these sizes (names of `model`), in order: {model, name, datasets: {name: numbers}}."""
+    """What was published of these sizes, in order: {model, name, datasets: {name: numbers}}."""
     wanted = list(datasets)
     return [
         {
