@@ -164,7 +164,7 @@ def difference(losses: Losses, baseline: Losses) -> dict[str, Any] | str:
     if losses.tokenizer.fingerprint == baseline.tokenizer.fingerprint:
         n = min(len(losses.nats), len(baseline.nats))
         a, b = losses.first(n), baseline.first(n)
-        if not np.array_equal(a.targets, b.targets):
+        if not (np.array_equal(a.targets, b.targets) and np.array_equal(a.document, b.document)):
             return "evaluated on other text"
         return _interval("nats/token", a.total - b.total, a.n_tokens)
     theirs = {text: total for text, total, _ in baseline.whole_documents()}

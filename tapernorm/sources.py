@@ -295,7 +295,11 @@ def _hub_source(dataset: HubDatasetConfig, key: str) -> Source:
                 if dataset.field not in row:
                     has = ", ".join(row)
                     raise ConfigError(f"{where} has no column '{dataset.field}', it has {has}; see {key}.field")
-                yield Raw(row[dataset.field] or "")
+                text = row[dataset.field]
+                if text is not None and not isinstance(text, str):
+                    kind = type(text).__name__
+                    raise ConfigError(f"{where}: column '{dataset.field}' is {kind}, not text; see {key}.field")
+                yield Raw(text or "")
         except ConfigError:
             raise
         except Exception as error:  # the libraries below raise some twenty kinds

@@ -142,6 +142,7 @@ def test_faults_of_the_hub_are_one_line(tmp_path: Path, hub: Callable[..., Hub])
     hub(train=DOCUMENTS[:5])
     for keys, message in (
         ({"field": "body"}, r"dataset\.path=owner/name has no column 'body', it has text, meta; see dataset\.field"),
+        ({"field": "meta"}, r"owner/name: column 'meta' is dict, not text; see dataset\.field"),
         ({}, r"dataset\.path=owner/name, split validation: ValueError: Unknown split validation"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:

@@ -163,6 +163,10 @@ def test_differences_are_paired_by_document() -> None:
 def test_other_text_is_not_compared() -> None:
     a, b = (losses_of(encoded(stories, BYTES), 1.0) for stories in (STORIES, STORIES[::-1]))
     assert difference(a, b) == "evaluated on other text"
+    # The same tokens at other places of the text, as a filter may leave them: three documents here and two there.
+    nats, targets = np.ones(6), np.full(6, 7)
+    three, two = (Losses(nats, targets, np.array(places), BYTES) for places in ([0, 0, 1, 1, 4, 4], [2, 2, 2, 3, 3, 3]))
+    assert difference(three, two) == "evaluated on other text"
 
 
 def test_other_tokenizers_are_compared_in_bits_per_byte_over_whole_documents() -> None:
