@@ -311,7 +311,10 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder,
     """The model of a checkpoint directory with the gate of its step, its configuration and tokenizer."""
     meta, config = read_meta(path), resolve(read_config(path))
     model = Decoder(config.model, config.norm)
-    model.load_state_dict(read_weights(path), strict=True)
+    try:
+        model.load_state_dict(read_weights(path), strict=True)
+    except RuntimeError:  # a page of names and shapes
+        raise ConfigError(f"checkpoint {path}: config.yaml and model.safetensors are not of one model") from None
     schedule = GateSchedule.from_config(config)
     model.set_gate(schedule.value(meta["step"]), schedule.phase(meta["step"]))
     return model.to(device), config, Tokenizer.load(path)

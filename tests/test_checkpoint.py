@@ -49,6 +49,11 @@ def test_P27_plain_data_clean_keys_strict_load(a_run: Path) -> None:
     assert tokenizer.n_vocab == config.model.vocab_size
     assert {norm.phase.value for norm in model.taper_norms().values()} == {"tapered"}
     assert not list(path.glob("*.pkl"))
+    config_file = path / "config.yaml"
+    config_file.write_text(config_file.read_text().replace("d_model: 32", "d_model: 16"))
+    with pytest.raises(ConfigError, match="are not of one model") as error:
+        checkpoints.load_model(path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "config.yaml", "meta.json"])
