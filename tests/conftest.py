@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell that starts the tests in the background has SIGINT ignored, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny tensors: a second thread costs more than it brings, and results must not depend on how many there are.
 os.environ["OMP_NUM_THREADS"] = "1"
