@@ -12,7 +12,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tiny tensors: a second thread costs more than it brings, and results must not depend on how many there are.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["TAPERNORM_CACHE"] = str(path)
     os.environ["WANDB_MODE"] = "offline"
     return path
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where transformers copies exported code to, instead of the user's cache.
+
+    Once for all tests: what has been imported from one place cannot be imported from another in the same process.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
 
 
 @pytest.fixture

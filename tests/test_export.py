@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,12 @@ from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import run
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("modules")
 ROOT = Path(__file__).parents[1]
 BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
 VOCAB, EOT = BYTES.n_vocab, BYTES.eot
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": GPT2, "rotary_layer": {"norm_family": "layer"}}
 MODES = ("baseline", "internal_taper", "all_taper", "fake_ln", "none")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies exported code to, instead of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
 
 
 def saved(directory: Path, norm: str, family: str, step: int = 24, tokenizer: Tokenizer = BYTES) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tapernorm.tracking import read_metrics
 from tests.conftest import SHARED
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("modules")
 N_CTX, STEPS = 64, 60
 EXPERIMENTS = ("vanilla", "taper_internal", "taper_all", "fake_ln")
 # Everything that is smaller than in the published recipe; what an experiment is made of stays its own.
@@ -36,14 +36,6 @@ SCALED_DOWN = [
     f"trainer.max_steps={STEPS} trainer.batch_size=16 trainer.accumulation=1 trainer.val_tokens=4096",
     "trainer.samples=0 trainer.device=cpu trainer.progress=none tracking=none report=false",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies exported code to, instead of the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
 
 
 def scaled_down(experiment: str, start: Path) -> Config:
