@@ -151,6 +151,9 @@ def check_replayed(argv: Sequence[str]) -> None:
         raise ConfigError(f"{directory / found[0]}: a configuration that is replayed has no groups; see --config-dir")
     for file in files:
         _check_saved(file)
+    ours = {"train.yaml", "config.yaml"} & {file.name for file in files}
+    if name is None and Path(argv[0]).stem == "train" and ours == {"config.yaml"}:
+        raise ConfigError(f"--config-path {given.config_path}: add --config-name config, which is the file in it")
 
 
 def _check_saved(file: Path) -> None:
