@@ -84,10 +84,10 @@ def stop_at_once(number: int, frame: object) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 end the program as Ctrl-C does wherever there is no step to finish and save."""
+    """Let SIGTERM, SIGUSR1 and SIGUSR2 end the program as Ctrl-C does wherever there is no step to finish and save."""
     taken = []
-    for name in ("SIGTERM", "SIGUSR1"):
-        number = getattr(signal, name, None)  # Windows has no SIGUSR1
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)  # Windows has no SIGUSR1 and 2
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             with suppress(ValueError):  # not the main thread
                 signal.signal(number, stop_at_once)
