@@ -37,6 +37,14 @@ from tapernorm.schema import ConfigError, to_dict, write_yaml
 from tapernorm.tokenizer import Tokenizer
 
 FORMAT = 1
+# What readers of meta.json rely on; the rest of it is for people.
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "gate": (int, float),
+    "tokens": int,
+    "data": str,
+    "files": dict,
+}
 
 
 def path_at(run_dir: Path, step: int) -> Path:
@@ -90,6 +98,8 @@ def as_a_whole(final: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in temporary.iterdir():
+            if path.is_file():  # safetensors makes its own readable by nobody else; all get what the umask allows
+                path.chmod(temporary.stat().st_mode & 0o666)
             sync(path)
         sync(temporary)
         if final.exists():  # unusable, or the run would have gone on from it
@@ -178,16 +188,22 @@ def step_of(path: Path) -> int:
 def fault(path: Path) -> str | None:
     """What is wrong with a checkpoint directory, None if it is complete and undamaged.
 
-    Raises ConfigError for one of a newer format, which is not to be taken for a damaged one.
+    Raises ConfigError for one of a newer format, and PermissionError for one that may not be read: these are not to be
+    taken for damaged ones.
     """
     try:
         meta = read_meta(path)
-        files = meta["files"]
-    except ConfigError:
+    except (ConfigError, PermissionError):
         raise
     except (OSError, ValueError, KeyError, TypeError):
         return "meta.json is missing or unreadable"
-    for name, expected in files.items():
+    for key, kind in FIELDS.items():
+        if not isinstance(meta.get(key), kind):
+            return f"meta.json has no usable '{key}'"
+    for name in ("config.yaml", "model.safetensors"):
+        if name not in meta["files"]:
+            return f"meta.json has no checksum of {name}"
+    for name, expected in meta["files"].items():
         if not (path / name).is_file():
             return f"{name} is missing"
         if checksum(path / name) != expected:
@@ -282,9 +298,12 @@ def read_meta(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> Config:
     """The resolved configuration in a run's or checkpoint's directory."""
     try:
-        return build(yaml.safe_load((path / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError) as error:
+        tree = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({error})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path / 'config.yaml'}: it holds no configuration")
+    return build(tree)
 
 
 def read_training(path: Path) -> dict[str, Any]:
@@ -307,14 +326,22 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"checkpoint {path}: model.safetensors cannot be read ({error})") from None
 
 
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Fill the model with a checkpoint's weights. Raises ConfigError if these are of another model."""
+    try:
+        model.load_state_dict(read_weights(path), strict=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ConfigError(
+            f"checkpoint {path}: model.safetensors is not of the model in config.yaml: {reason}"
+        ) from None
+
+
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
     """The model of a checkpoint directory with the gate of its step, its configuration and tokenizer."""
     meta, config = read_meta(path), resolve(read_config(path))
     model = Decoder(config.model, config.norm)
-    try:
-        model.load_state_dict(read_weights(path), strict=True)
-    except RuntimeError:  # a page of names and shapes
-        raise ConfigError(f"checkpoint {path}: config.yaml and model.safetensors are not of one model") from None
+    load_weights(model, path)
     schedule = GateSchedule.from_config(config)
     model.set_gate(schedule.value(meta["step"]), schedule.phase(meta["step"]))
     return model.to(device), config, Tokenizer.load(path)

@@ -107,6 +107,11 @@ def launch(
                 dist.start()
                 if dist.size() > 1 and "--multirun" in sys.argv:
                     raise ConfigError("--multirun: the jobs of a sweep are single processes; start it without torchrun")
+            elif os.environ.get("WORLD_SIZE", "1") != "1":
+                name = Path(sys.argv[0]).name
+                raise ConfigError(
+                    f"{name} is one process (WORLD_SIZE={os.environ['WORLD_SIZE']}); start it without torchrun"
+                )
             main()
     except KeyboardInterrupt:
         status = 130
@@ -151,6 +156,9 @@ def check_replayed(argv: Sequence[str]) -> None:
         raise ConfigError(f"{directory / found[0]}: a configuration that is replayed has no groups; see --config-dir")
     for file in files:
         _check_saved(file)
+    ours = {"train.yaml", "config.yaml"} & {file.name for file in files}
+    if name is None and Path(argv[0]).stem == "train" and ours == {"config.yaml"}:
+        raise ConfigError(f"--config-path {given.config_path}: add --config-name config, which is the file in it")
 
 
 def _check_saved(file: Path) -> None:

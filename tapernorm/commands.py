@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from tapernorm.config import DatasetConfig, ModelConfig
-from tapernorm.schema import DEVICE_PATTERN, SCHEMA, NonNegativeInt, PositiveInt, meaning
+from tapernorm.schema import DEVICE_PATTERN, SCHEMA, NonNegativeInt, PositiveInt, Seed, meaning
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -34,7 +34,7 @@ class EvaluateConfig:
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     prompt: str = meaning("text that the samples continue", "")
     temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
-    seed: NonNegativeInt = meaning("of sampling", 0)
+    seed: Seed = meaning("of sampling", 0)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
     cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
@@ -61,7 +61,7 @@ class GenerateConfig:
     top_p: Annotated[float | None, Field(gt=0, le=1)] = meaning(
         "draw among the fewest most probable tokens that hold this share; null: all", None
     )
-    seed: NonNegativeInt = meaning("of sampling", 0)
+    seed: Seed = meaning("of sampling", 0)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     stream: bool = meaning("print text as it is produced", True)
 
@@ -113,7 +113,7 @@ class BenchmarkConfig:
     placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 6)
     peer: bool = meaning("also compare generate() with transformers' on its own model with the same weights", True)
     minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
-    seed: NonNegativeInt = meaning("of weights, prompts and order", 0)
+    seed: Seed = meaning("of weights, prompts and order", 0)
     threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
     out: str | None = meaning(

@@ -22,6 +22,7 @@ from tapernorm.schema import (
     ConfigError,
     NonNegativeInt,
     PositiveInt,
+    Seed,
     Share,
     meaning,
     validate,
@@ -220,7 +221,7 @@ class ToyDatasetConfig:
     vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 2048)
     stories: PositiveInt = meaning("training stories to generate", 20000)
     valid_stories: PositiveInt = meaning("validation stories to generate", 1000)
-    seed: NonNegativeInt = meaning("seed of the generator, apart from the run's", 0)
+    seed: Seed = meaning("seed of the generator, apart from the run's", 0)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -382,7 +383,7 @@ class Config:
     trainer: TrainerConfig = TrainerConfig()
     tracking: TrackingConfig = TrackingConfig()
     sweep: SweepConfig = SweepConfig()
-    seed: NonNegativeInt = meaning("of initialization and batch order", 0)
+    seed: Seed = meaning("of initialization and batch order", 0)
     name: str | None = meaning("label in the run's directory name; null: model, norm, anchor and seed", None)
     runs_dir: str = meaning("where run directories are made", "runs")
     run_dir: str | None = meaning("this run's own directory; null: a new one under runs_dir", None)

@@ -270,7 +270,9 @@ def _validation_loss(path: Path, meta: Report) -> str:
     now = next((row.get("val/loss") for row in rows if row["step"] == meta["step"]), None)
     if now is not None:
         return f"{now:.4f} nats per token"
-    return "not measured" if meta["val_loss"] is None else f"{meta['val_loss']:.4f} nats per token, some steps earlier"
+    return (
+        "not measured" if meta.get("val_loss") is None else f"{meta['val_loss']:.4f} nats per token, some steps earlier"
+    )
 
 
 def _card(kind: str, dtype: str, path: Path, model: Decoder, trained: Config, proof: Report, note: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import os
 import re
 import sys
@@ -25,19 +26,22 @@ from tapernorm.schema import ConfigError, all_keys, unknown_key
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)  # a file of somebody else, a read-only file system
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @contextmanager
 def in_one_line(schema: type = Config) -> Iterator[None]:
-    """End the program with one line and status 2 on a fault of composition or configuration raised inside.
+    """End the program with one line and status 2 on a fault of composition or configuration raised inside, or a file
+    that may not be read or written.
 
     Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `schema`: see `explain`.
     """
     try:
         yield
     except Exception as error:
-        if WANTS_TRACEBACKS or not (isinstance(error, COMPOSITION_ERRORS) or _raised_by_hydra(error)):
+        told = isinstance(error, COMPOSITION_ERRORS) or _raised_by_hydra(error) or _not_allowed(error)
+        if WANTS_TRACEBACKS or not told:
             raise
         stop(explain(error, schema))
 
@@ -47,6 +51,10 @@ def _raised_by_hydra(error: Exception) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     inside = Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)
     return isinstance(error, ValueError) and inside
+
+
+def _not_allowed(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None
 
 
 def stop(text: str, status: int = 2) -> NoReturn:
@@ -64,6 +72,8 @@ def explain(error: BaseException, schema: type = Config) -> str:
     text = str(error)
     if isinstance(error, ConfigError):
         return text
+    if isinstance(error, OSError) and _not_allowed(error):
+        return f"{error.filename}: {error.strerror}"
     valid = [key for key, _ in all_keys(schema)]
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")

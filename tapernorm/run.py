@@ -84,10 +84,10 @@ def stop_at_once(number: int, frame: object) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 end the program as Ctrl-C does wherever there is no step to finish and save."""
+    """Let SIGTERM, SIGUSR1 and SIGUSR2 end the program as Ctrl-C does wherever there is no step to finish and save."""
     taken = []
-    for name in ("SIGTERM", "SIGUSR1"):
-        number = getattr(signal, name, None)  # Windows has no SIGUSR1
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)  # Windows has no SIGUSR1 and 2
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             with suppress(ValueError):  # not the main thread
                 signal.signal(number, stop_at_once)
@@ -451,8 +451,17 @@ def _lock(handle: int) -> bool:
 
 
 def load_summary(directory: Path) -> Tree | None:
+    """summary.json, None if there is none. Raises ConfigError, one line, if it is not what was written."""
     file = directory / "summary.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        summary = None
+    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
+        raise ConfigError(f"{file}: it is damaged; delete it, and the run counts as interrupted")
+    return summary
 
 
 def write_summary(directory: Path, summary: Tree) -> None:
@@ -499,18 +508,24 @@ def load_run(directory: Path) -> Saved:
     """Read what a run's directory says of it. Raises ConfigError if it holds no run."""
     file = directory / ".hydra" / "config.yaml"
     try:
-        composed = yaml.safe_load(file.read_text(encoding="utf-8"))
+        composed = _saved_tree(file)
         resolved_file = directory / "config.yaml"
-        if resolved_file.exists():
-            resolved = yaml.safe_load(resolved_file.read_text(encoding="utf-8"))
-        else:  # interrupted before the vocabulary was known
-            resolved = to_dict(resolve(build(composed)))
+        # Without it the run was interrupted before the vocabulary was known.
+        resolved = _saved_tree(resolved_file) if resolved_file.exists() else to_dict(resolve(build(composed)))
         summary = load_summary(directory)
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no run ({file} is missing)") from None
-    except (yaml.YAMLError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the run in {directory} cannot be read: {error}") from None
     return Saved(directory, composed, resolved, summary)
+
+
+def _saved_tree(file: Path) -> Tree:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: it holds no configuration")
+    return tree
 
 
 def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
@@ -521,7 +536,7 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
         directory, checkpoint = directory.parent.parent, directory
     if not (checkpoint or directory).is_dir():
         raise ConfigError(f"resume={resume}: there is no such directory")
-    with suppress(OSError, yaml.YAMLError):  # what is unreadable is reported below
+    with suppress(OSError, ValueError, yaml.YAMLError):  # what is unreadable is reported below
         _refuse_folded(
             yaml.safe_load(((checkpoint or directory) / "config.yaml").read_text("utf-8")), f"resume={resume}"
         )

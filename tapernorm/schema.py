@@ -21,6 +21,7 @@ SCHEMA = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes, with room for what is added
 DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
 Schema = TypeVar("Schema")
 Share = Annotated[float, Field(gt=0, lt=1)]

@@ -179,10 +179,15 @@ class Tokenizer:
         folder = Path(directory)
         try:
             meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-            tokenizer = cls(meta["name"], read_ranks(folder / RANKS_FILE), meta["pattern"])
-        except (OSError, ValueError, KeyError) as error:
+            name, pattern, fingerprint = (meta[key] for key in ("name", "pattern", "fingerprint"))
+            tokenizer = cls(name, read_ranks(folder / RANKS_FILE), pattern)
+        except (KeyError, TypeError):
+            raise ConfigError(
+                f"no tokenizer can be read from {folder}: {META_FILE} lacks a name, pattern or fingerprint"
+            ) from None
+        except (OSError, ValueError) as error:
             raise ConfigError(f"no tokenizer can be read from {folder}: {error}") from None
-        if tokenizer.fingerprint != meta["fingerprint"]:
+        if tokenizer.fingerprint != fingerprint:
             raise ConfigError(f"{folder / RANKS_FILE} is not the file that {META_FILE} beside it describes")
         return tokenizer
 

@@ -328,7 +328,7 @@ class Tracker:
             return None
         if mode not in ("auto", "online", "run", "offline", "dryrun"):
             self._say(f"warning: WANDB_MODE={mode} is none of online, offline, disabled; going on offline")
-            mode = "offline"
+            mode = os.environ["WANDB_MODE"] = "offline"  # W&B refuses to start with an unknown one
         # An id of our own: a WANDB_RUN_ID in the environment would merge the jobs of a sweep.
         run_id = self._run_id or secrets.token_hex(4)
         arguments = {

@@ -42,6 +42,8 @@ COUNTERS = (
     "val_loss",
     "last_loss",
 )
+# What training.pt holds.
+STATE = ("optimizer", "calibration", "anchor", "interval", "counters", "rng", "cuda_rng", "probe", "tracker")
 
 
 class Divergence(RuntimeError):
@@ -388,7 +390,9 @@ class TrainingRun:
                 f"now {self.data.key}); restore the files, or start a new run"
             )
         state = checkpoints.read_training(path)
-        self.model.load_state_dict(checkpoints.read_weights(path), strict=True)
+        if missing := [name for name in STATE if name not in state]:
+            raise ConfigError(f"checkpoint {path}: training.pt has no '{missing[0]}'")
+        checkpoints.load_weights(self.model, path)
         self.set_up()
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])

@@ -165,7 +165,7 @@ def test_a_schedulers_repeated_signal_does_not_cut_the_save_short(
     assert checkpoints.step_of(checkpoints.find(Path("run"))) == 8
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_during_the_preparation_ends_it_as_ctrl_c_does(
     train: Command, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from tapernorm import checkpoint as checkpoints
+from tapernorm import faults
 from tapernorm.config import Config
 from tapernorm.loop import Interrupted, train
 from tapernorm.schema import ConfigError, to_dict
@@ -51,7 +53,7 @@ def test_P27_plain_data_clean_keys_strict_load(a_run: Path) -> None:
     assert not list(path.glob("*.pkl"))
     config_file = path / "config.yaml"
     config_file.write_text(config_file.read_text().replace("d_model: 32", "d_model: 16"))
-    with pytest.raises(ConfigError, match="are not of one model") as error:
+    with pytest.raises(ConfigError, match=r"is not of the model in config\.yaml") as error:
         checkpoints.load_model(path)
     assert "\n" not in str(error.value)
 
@@ -175,3 +177,53 @@ def test_faults_in_one_line(a_run: Path, tmp_path: Path) -> None:
     (path / "meta.json").write_text(json.dumps(meta | {"format": checkpoints.FORMAT + 1}))
     with pytest.raises(ConfigError, match="newer"):
         checkpoints.read_meta(path)
+
+
+@pytest.mark.parametrize("name", ["step", "gate", "tokens", "data", "files", "a checksum"])
+def test_a_checkpoint_without_a_field_is_damaged(a_run: Path, name: str) -> None:
+    newest = a_run / "checkpoints" / "step-00000024"
+    meta = json.loads((newest / "meta.json").read_text())
+    if name == "a checksum":
+        del meta["files"]["model.safetensors"]
+    else:
+        meta[name] = [name]
+    (newest / "meta.json").write_text(json.dumps(meta))
+    said: list[str] = []
+    found = checkpoints.latest(a_run, said.append)
+    assert found is not None and found.name == "step-00000016" and "step-00000024: meta.json has no" in said[0]
+
+
+def test_weights_and_tokenizer_that_do_not_fit_are_told_in_one_line(a_run: Path) -> None:
+    path = a_run / "checkpoints" / "step-00000024"
+    meta = json.loads((path / "tokenizer.json").read_text())
+    del meta["fingerprint"]
+    (path / "tokenizer.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json lacks a name, pattern or fingerprint"):
+        checkpoints.load_model(path)
+    weights = checkpoints.read_weights(path)
+    first = sorted(weights)[0]
+    safetensors.torch.save_file(weights | {first: weights[first][:-1].clone()}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"not of the model in config\.yaml: size mismatch for"):
+        checkpoints.load_model(path)
+    (path / "config.yaml").write_text("[1]\n")
+    with pytest.raises(ConfigError, match="it holds no configuration"):
+        checkpoints.load_model(path)
+
+
+def test_all_files_of_a_checkpoint_have_the_mode_that_the_umask_gives(a_run: Path) -> None:
+    modes = {path.stat().st_mode for path in (a_run / "checkpoints" / "step-00000024").iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_damaged_one(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "checksum", refuse)
+    with pytest.raises(PermissionError):
+        checkpoints.latest(a_run)
+    with pytest.raises(SystemExit) as stop, faults.in_one_line():
+        checkpoints.latest(a_run)
+    assert stop.value.code == 2

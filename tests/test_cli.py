@@ -325,6 +325,15 @@ def test_P09_half_an_environment_of_torchrun_is_refused(launch, monkeypatch):
     assert status == 2 and "WORLD_SIZE=2" in err and not runs()
 
 
+def test_evaluation_is_one_process(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=runs/RUN"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(cli.CONFIGS.parent / "evaluate.py"), run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: evaluate.py is one process (WORLD_SIZE=2); start it without torchrun\n"
+
+
 # --------------------------------------------------------------------------------------------------------------- resume
 
 

@@ -235,7 +235,8 @@ def test_what_we_save_can_be_replayed(saved: Path) -> None:
     check(saved)
     check(saved, "seed=2", "trainer.max_steps=3")
     check(saved, name="config.yaml")
-    check(saved, name=None)
+    with pytest.raises(ConfigError, match="add --config-name config"):
+        check(saved, name=None)
     check(ROOT / "configs", "norm=dyt", name="train")
     cli.check_replayed([str(ROOT / "scripts" / "export_hf.py"), "--config-path", "../configs"])
 

@@ -12,6 +12,7 @@ from typing import Any
 from tapernorm.report.compare import Comparison, compare_runs, outlying
 from tapernorm.report.page import markdown, render
 from tapernorm.report.runs import VERDICTS, discover, read
+from tapernorm.schema import write_text
 from tapernorm.tracking import METRICS_FILE, REPORT_FILE
 
 __all__ = ["last_change", "write_page", "write_report"]
@@ -20,7 +21,7 @@ __all__ = ["last_change", "write_page", "write_report"]
 def write_page(directory: Path, summary: dict[str, Any] | None = None) -> Path:
     """report.html of one run, in its directory; with a summary that summary.json does not hold yet."""
     file = directory / REPORT_FILE
-    _write(file, render(compare_runs([read(directory, summary)]), directory.name, datetime.now()))
+    write_text(file, render(compare_runs([read(directory, summary)]), directory.name, datetime.now()))
     return file
 
 
@@ -36,9 +37,9 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     now = datetime.now()
     out.mkdir(parents=True, exist_ok=True)
     images = write_figures(comparison, out)
-    _write(out / "report.csv", table_of_runs(comparison))
-    _write(out / "report.md", markdown(comparison, title, now, images))
-    _write(out / REPORT_FILE, render(comparison, title, now))
+    write_text(out / "report.csv", table_of_runs(comparison))
+    write_text(out / "report.md", markdown(comparison, title, now, images))
+    write_text(out / REPORT_FILE, render(comparison, title, now))
     return out / REPORT_FILE
 
 
@@ -91,10 +92,3 @@ def table_of_runs(comparison: Comparison) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _write(file: Path, text: str) -> None:
-    """Atomically, because a browser may be reading the previous one."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
