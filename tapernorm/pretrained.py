@@ -43,8 +43,11 @@ def check(config: Config) -> None:
         return
     if is_hub_form(where):
         _compare(where, open_pretrained(where).architecture, resolve(config).model)
-    else:
+        return
+    try:
         checkpoints.find(Path(where))
+    except ConfigError as error:
+        raise ConfigError(f"model.init={where}: {error}") from None
 
 
 def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:

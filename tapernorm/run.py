@@ -536,10 +536,10 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
         directory, checkpoint = directory.parent.parent, directory
     if not (checkpoint or directory).is_dir():
         raise ConfigError(f"resume={resume}: there is no such directory")
-    with suppress(OSError, ValueError, yaml.YAMLError):  # what is unreadable is reported below
-        _refuse_folded(
-            yaml.safe_load(((checkpoint or directory) / "config.yaml").read_text("utf-8")), f"resume={resume}"
-        )
+    tree = None
+    with suppress(OSError, ConfigError):  # what is unreadable is reported below
+        tree = _saved_tree((checkpoint or directory) / "config.yaml")
+    _refuse_folded(tree, f"resume={resume}")
     if run_dir and Path(run_dir) != directory:
         raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")
     return go_on(load_run(directory), composed, given=given_keys(overrides), checkpoint=checkpoint)

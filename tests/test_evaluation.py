@@ -138,7 +138,7 @@ def altered(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor
         training=None,
         config=checkpoints.read_config(path),
         tokenizer=checkpoints.load_model(path)[2],
-        meta={key: meta[key] for key in ("gate", "data")},
+        meta={key: meta[key] for key in ("gate", "data", "tokens")},
     )
 
 

@@ -358,7 +358,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training={},
         config=config,
         tokenizer=tokenizer,
-        meta={"gate": 1.0},
+        meta={"gate": 1.0, "tokens": 0, "data": "none"},
     )
     return directory
 
