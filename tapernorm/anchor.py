@@ -49,15 +49,16 @@ class ScaleAnchor:
         self.strength = config.spread_weight if config.kind == "batch_mean" else 0.0
 
     def scale(self, h: Tensor) -> Tensor:
+        """s (B, T) of the residual stream h (B, T, D) at the final norm: what everything else here is a function of."""
         return token_scale(h, self.family, self.eps)
 
     def records(self, step: int) -> bool:
         return self.k_warmup - self.window < step <= self.k_warmup
 
     @torch.no_grad()
-    def record(self, h: Tensor) -> None:
-        """Note one microbatch of a step of the window; h is the residual stream (B, T, D) at the final norm."""
-        self.step_means.append(self.scale(h).mean())
+    def record(self, scale: Tensor) -> None:
+        """Note one microbatch (B, T) of a step of the window."""
+        self.step_means.append(scale.mean())
 
     def end_step(self) -> None:
         mean = torch.stack(self.step_means).mean()
@@ -97,20 +98,18 @@ class ScaleAnchor:
         """Whether a token's loss depends on the whole batch, whose `level` is then needed before any backward pass."""
         return self.active and self.config.kind in ("mean_log", "batch_mean")
 
-    def level(self, h: Tensor) -> Tensor:
-        """mean_tokens s(h) for batch_mean, else mean_tokens ln s(h); a scalar."""
-        scale = self.scale(h)
+    def level(self, scale: Tensor) -> Tensor:
+        """mean_tokens s for batch_mean, else mean_tokens ln s; a scalar."""
         return scale.mean() if self.config.kind == "batch_mean" else scale.log().mean()
 
-    def loss(self, h: Tensor, batch_level: Tensor | None = None) -> Tensor:
-        """The weighted loss of one microbatch (B, T, D), a scalar.
+    def loss(self, scale: Tensor, batch_level: Tensor | None = None) -> Tensor:
+        """The weighted loss of one microbatch (B, T), a scalar.
 
         Its mean over a step's equal microbatches, and the mean of its gradients, are those of the whole batch.
         For mean_log and batch_mean, `batch_level` is the whole batch's `level` (None: this microbatch is all of it);
         the value returned for mean_log is then already the whole batch's.
         """
         if self.config.kind == "batch_mean":
-            scale = self.scale(h)
             middle = scale.mean() if batch_level is None else batch_level
             return self.strength * (scale - middle.detach()).square().mean()
         if self.target is None:
@@ -118,11 +117,11 @@ class ScaleAnchor:
         target, log_target = self.target, math.log(self.target)
         match self.config.kind:
             case "fixed_target":
-                return self.strength * (self.scale(h) - target).square().mean()
+                return self.strength * (scale - target).square().mean()
             case "log_target":
-                return self.strength * (self.scale(h).log() - log_target).square().mean()
+                return self.strength * (scale.log() - log_target).square().mean()
             case "mean_log":
-                level = self.level(h)
+                level = self.level(scale)
                 if batch_level is None:
                     return self.strength * (level - log_target).square()
                 # d/dtheta of (level_batch - t)^2 is 2 (level_batch - t) dlevel: linear in the microbatches' levels.
@@ -131,8 +130,8 @@ class ScaleAnchor:
         raise ValueError(f"anchor={self.config.kind} has no loss")
 
     @torch.no_grad()
-    def force(self, h: Tensor, batch_level: Tensor | None = None) -> Tensor:
-        """d loss / d ln(scale) of one microbatch (B, T, D), a scalar in nats per e-fold; positive pulls the scale down.
+    def force(self, scale: Tensor, batch_level: Tensor | None = None) -> Tensor:
+        """d loss / d ln(scale) of one microbatch (B, T), a scalar in nats per e-fold; positive pulls the scale down.
 
         fixed_target  2 lambda mean_tokens k s (s - s_tgt)      log_target  2 lambda mean_tokens k ln(s / s_tgt)
         mean_log      2 lambda (mean_tokens ln s - ln s_tgt) mean_tokens k
@@ -140,7 +139,6 @@ class ScaleAnchor:
 
         with k = d ln s / d ln||h|| = 1 - eps/s^2. Its mean over a step's equal microbatches is the whole batch's.
         """
-        scale = self.scale(h)
         follows = 1.0 - self.eps / scale.square()
         if self.config.kind == "batch_mean":
             middle = scale.mean() if batch_level is None else batch_level

@@ -368,7 +368,7 @@ class Tapering:
             eps=self.final_spec.eps,
         )
         anchor.set_target(self.target)
-        return anchor.loss(real_tokens(h, mask))
+        return anchor.loss(anchor.scale(real_tokens(h, mask)))
 
     def fold(self, example: Any = None, forward: Forward | None = None) -> FoldReport:
         """Fold every tapered norm into the projections that read it, exactly, and replace it by nn.Identity.

@@ -93,13 +93,15 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
                 with autocast(run.device, run.dtype):
                     loss, hidden = compute(x, y, run.log_scale)
                 total = loss
+                if run.anchor.active or run.anchor.records(step):
+                    scale = run.anchor.scale(hidden)
                 if run.anchor.active:
-                    aux = run.anchor.loss(hidden, level)
+                    aux = run.anchor.loss(scale, level)
                     total = loss + aux
                     run.interval["anchor"] += aux.detach() / len(micro)
-                    run.interval["force"] += run.anchor.force(hidden, level) / len(micro)
+                    run.interval["force"] += run.anchor.force(scale, level) / len(micro)
                 if run.anchor.records(step):
-                    run.anchor.record(hidden)
+                    run.anchor.record(scale)
                 (total / len(micro)).backward()
                 run.interval["loss"] += loss.detach() / len(micro)
         run.average_over_processes()

@@ -191,7 +191,7 @@ class TrainingRun:
         for part, x in enumerate(inputs):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
-                levels.append(self.anchor.level(self.model.trunk(x)))
+                levels.append(self.anchor.level(self.anchor.scale(self.model.trunk(x))))
         level = torch.stack(levels).mean()
         dist.average([level])
         return level

@@ -22,7 +22,7 @@ def test_target_is_the_bias_corrected_average_of_the_windows_batch_means() -> No
     for step, h in steps.items():
         if subject.records(step):
             for part in h.chunk(2):
-                subject.record(part)
+                subject.record(subject.scale(part))
             subject.end_step()
     subject.freeze()
     means = [token_scale(steps[k], "rms", 1e-6).mean().item() for k in (3, 4)]
@@ -42,7 +42,7 @@ def test_losses_by_hand(kind: str) -> None:
         "log_target": 0.7 * (s.log() - math.log(2.0)).square().mean(),
         "mean_log": 0.7 * (s.log().mean() - math.log(2.0)).square(),
     }[kind]
-    torch.testing.assert_close(subject.loss(h), expected)
+    torch.testing.assert_close(subject.loss(subject.scale(h)), expected)
 
 
 def test_absolute_weight() -> None:
@@ -58,13 +58,13 @@ def test_P25_microbatches_give_the_whole_batchs_loss_and_gradient(kind: str) -> 
     subject.set_target(2.0)
     h = (3 * torch.randn(8, 5, 16)).double()
     whole = h.clone().requires_grad_()
-    loss = subject.loss(whole)
+    loss = subject.loss(subject.scale(whole))
     loss.backward()
     parts = h.clone().requires_grad_()
-    level = subject.level(h) if subject.needs_batch_mean else None
+    level = subject.level(subject.scale(h)) if subject.needs_batch_mean else None
     total = 0.0
     for part in parts.chunk(4):
-        micro = subject.loss(part, level) / 4
+        micro = subject.loss(subject.scale(part), level) / 4
         micro.backward()
         total += micro.item()
     assert total == pytest.approx(loss.item(), rel=1e-5)
@@ -78,7 +78,7 @@ def test_the_loss_pulls_the_scale_to_its_target(kind: str) -> None:
     for factor, sign in ((3.0, 1), (0.3, -1)):
         log_scale = torch.zeros((), requires_grad=True)
         h = factor * torch.nn.functional.normalize(torch.randn(4, 16), dim=-1) * 4.0 * 2.0
-        subject.loss(h * (1 + log_scale)).backward()
+        subject.loss(subject.scale(h * (1 + log_scale))).backward()
         assert math.copysign(1, log_scale.grad.item()) == sign
 
 
@@ -91,11 +91,11 @@ def test_force_is_the_derivative_of_the_loss_by_the_log_scale(kind: str, family:
     subject.set_target(2.0)
     h = 1.7 * torch.randn(8, 5, 16)
     log_scale = torch.zeros((), requires_grad=True)
-    subject.loss(h * (1 + log_scale)).backward()
+    subject.loss(subject.scale(h * (1 + log_scale))).backward()
     assert log_scale.grad is not None
-    torch.testing.assert_close(subject.force(h), log_scale.grad)
-    level = subject.level(h)
-    parts = [subject.force(part, level) for part in h.chunk(4)]
+    torch.testing.assert_close(subject.force(subject.scale(h)), log_scale.grad)
+    level = subject.level(subject.scale(h))
+    parts = [subject.force(subject.scale(part), level) for part in h.chunk(4)]
     torch.testing.assert_close(torch.stack(parts).mean(), log_scale.grad)
 
 
