@@ -65,8 +65,7 @@ def write(
 ) -> Path:
     """Write a checkpoint as the directory `final`, which exists afterwards as a whole or not at all; returns it.
 
-    A folded model has no training state (`training`
-    None). `reports` are further JSON files by name.
+    A folded model has no training state (`training` None). `reports` are further JSON files by name.
     """
     with as_a_whole(final) as temporary:
         weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}

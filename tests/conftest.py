@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import sys
 
 # A shell that starts the tests in the background has SIGINT ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tapernorm.cli import CONFIGS
 from tapernorm.config import Config, build, resolve
 
 TINY: dict[str, Any] = {
@@ -94,6 +97,22 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """command('checkpoint=run', ...) -> status of evaluate.py, and its output or, of a fault, its error."""
+
+    def evaluate(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "device=cpu", "samples=0", *arguments])
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
+        except SystemExit as stop:
+            return int(stop.code or 0), capsys.readouterr().err
+        return 0, capsys.readouterr().out
+
+    return evaluate
 
 
 @pytest.fixture

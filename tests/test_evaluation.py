@@ -376,17 +376,8 @@ def test_a_console_without_the_characters(byte_run: Path, monkeypatch: pytest.Mo
 
 
 def test_the_command_line(
-    byte_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    byte_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str]]
 ) -> None:
-    def command(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "device=cpu", "samples=0", *arguments])
-        capsys.readouterr()
-        try:
-            runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
-        except SystemExit as stop:
-            return int(stop.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().out
-
     monkeypatch.chdir(tmp_path)
     status, out = command("checkpoint=run", "dataset=text", "dataset.valid=valid.txt")
     assert status == 0 and "over 2,240 tokens of 40 documents" in out

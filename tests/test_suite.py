@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ import torch
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import published
-from tapernorm.cli import CONFIGS
 from tapernorm.commands import EvaluateConfig, ExportConfig
 from tapernorm.config import Config, ModelConfig, TokenizerConfig
 from tapernorm.data import TokenFile, usable_windows
@@ -190,17 +187,8 @@ def test_the_command_takes_a_suite_with_local_folders(
     folders: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., tuple[int, str]],
 ) -> None:
-    def command(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "device=cpu", *arguments])
-        capsys.readouterr()
-        try:
-            runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
-        except SystemExit as stop:
-            return int(stop.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().out
-
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folders["openwebtext"], "web")
     given = ["checkpoint=runs/*", "suite=gpt2", "suite.openwebtext.path=web", f"suite.pile.path={folders['pile']}"]
