@@ -363,6 +363,7 @@ class SweepConfig:
     )
     fail_fast: bool = meaning("start no further job once one has failed", False)
     dry_run: bool = meaning("list the jobs and their states, and start nothing", False)
+    swept: tuple[str, ...] = meaning("the keys that the jobs differ in, which name them; set by the sweep itself", ())
 
 
 # ---------------------------------------------------------------------------------------------------------------- root

@@ -11,7 +11,7 @@ import json
 import re
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,22 +52,34 @@ started: Sweep | None = None  # set by the callback in the launching process, re
 
 def identity(overrides: Sequence[str]) -> list[str]:
     """The overrides that tell one job from another."""
-    return [item for item in overrides if not run.within(item.lstrip("+~").partition("=")[0], UNNAMED)]
+    return [item for item in overrides if not run.within(_key(item), UNNAMED)]
 
 
-def job_name(overrides: Sequence[str]) -> str:
+def job_name(overrides: Sequence[str], swept: Collection[str] = ()) -> str:
     """A directory name from a job's overrides: `norm-dyt_seed-1`; needs no quoting anywhere.
 
-    A hash is added where the name alone would not be unique: where a character was replaced or the tail cut.
+    Where that is too long, the `swept` keys have to do. A hash is added where the name alone would not be unique: where
+    a character was replaced or something left out.
     """
     items = identity(overrides)
-    name = run.safe_name("_".join(item.replace("=", "-", 1) for item in items))
-    exact = all(re.fullmatch(r"[A-Za-z][\w.]*=[\w.]+", item, flags=re.ASCII) for item in items)
     if not items:
         return "job"
+    name = _joined(items)
+    exact = all(re.fullmatch(r"[A-Za-z][\w.]*=[\w.]+", item, flags=re.ASCII) for item in items)
     if exact and len(name) <= LONGEST_NAME:
         return name
-    return f"{name[: LONGEST_NAME - 9].rstrip('.-_')}-{_hash(items)}"
+    room = LONGEST_NAME - 9
+    if len(name) > room:
+        name = _joined([item for item in items if _key(item) in swept] or items)
+    return f"{name[:room].rstrip('.-_')}-{_hash(items)}"
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _joined(items: Sequence[str]) -> str:
+    return run.safe_name("_".join(item.replace("=", "-", 1) for item in items))
 
 
 def sweep_name(overrides: Sequence[str]) -> str:
@@ -124,10 +136,12 @@ def start(config: DictConfig) -> Sweep:
     name = str(config.sweep.name or sweep_name(arguments))
     if run.safe_name(name) != name:
         raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")
+    swept = _swept(arguments)
+    told = [f"sweep.name='{name}'", f"sweep.swept={json.dumps(swept)}"]
     with read_write(config), open_dict(config):
-        config.sweep.name = name
-        config.hydra.overrides.task.append(f"sweep.name='{name}'")
-    arguments.append(f"sweep.name='{name}'")
+        config.sweep.name, config.sweep.swept = name, swept
+        config.hydra.overrides.task.extend(told)
+    arguments.extend(told)
     directory = Path(config.runs_dir).expanduser().absolute() / "sweeps" / name
     if config.sweep.dry_run:
         if not basic:
@@ -159,7 +173,7 @@ def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> 
         try:
             name, composed = _compose(config, overrides, directory, names)
         except faults.COMPOSITION_ERRORS as error:
-            rows.append((job_name(overrides), f"refused: {faults.explain(error)}"))
+            rows.append((job_name(overrides, config.sweep.swept), f"refused: {faults.explain(error)}"))
         else:
             names[name] = number
             rows.append((name, state(directory / name, composed)))
@@ -197,6 +211,12 @@ def _last_saved(directory: Path) -> int:
     return step_of(checkpoint) if checkpoint else 0
 
 
+def _swept(arguments: Sequence[str]) -> list[str]:
+    """The keys that the jobs differ in."""
+    parsed = OverridesParser.create().parse_overrides(list(arguments))
+    return [override.get_key_element().lstrip("+~") for override in parsed if override.is_sweep_override()]
+
+
 def _split(arguments: Sequence[str]) -> list[list[str]]:
     """The overrides of every job."""
     loader = GlobalHydra.instance().config_loader()
@@ -219,7 +239,7 @@ def _compose(
         del tree["hydra"]
     composed = absolute_paths(plain(tree), Path.cwd())
     run.check_keys(composed)
-    name = job_name(overrides)
+    name = job_name(overrides, config.sweep.swept)
     if name in names:
         raise ConfigError(f"the same settings as job {names[name]}")
     if saved := _saved(directory / name):
@@ -240,7 +260,7 @@ def _saved(directory: Path) -> run.Saved | None:
 
 def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run.Tree:
     """One job of a sweep. Its status goes to its files: whatever fails in it must not stop the launcher."""
-    name = job_name(overrides)
+    name = job_name(overrides, composed["sweep"]["swept"])
     sweep = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"])
     directory, fail_fast = sweep / name, composed["sweep"].get("fail_fast")
     if fail_fast and (sweep / FAILED).exists():

@@ -50,6 +50,18 @@ def test_P04_names_need_no_quoting_and_are_unique():
         assert override.value() == f"runs/sweeps/s/{name}"
 
 
+def test_P04_a_long_name_tells_what_was_swept(launch, trainer):
+    """Thirty jobs with twenty settings in common would else all have the same hundred characters in front."""
+    shared = [f"trainer.{key}=100000" for key in ("batch_size", "val_tokens", "save_interval", "keep_last", "samples")]
+    assert launch("-m", *shared, "experiment=smoke", "norm=dyt,baseline", "seed=0,1", "sweep.name=s")[0] == 0
+    names = sorted(jobs())
+    assert [name.rpartition("-")[0] for name in names] == [
+        f"norm-{norm}_seed-{seed}" for norm in ("baseline", "dyt") for seed in (0, 1)
+    ]
+    items = ["norm=dyt", "seed=0", *(f"trainer.key{number}=1" for number in range(20))]
+    assert len({sweep.job_name([*items, last], ["norm", "seed"]) for last in ("a=1", "a=2")}) == 2
+
+
 def test_names_leave_out_where_and_how_a_job_runs():
     places = ["sweep.name=x", "resume=auto", "tracking=none", "tracking.wandb=offline", "runs_dir=/tmp/x"]
     places += ["cache_dir=c", "trainer.device=cpu", "trainer.progress=none"]
