@@ -13,7 +13,7 @@ from torch import Tensor
 from tapernorm import checkpoint as checkpoints
 from tapernorm.config import Config, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
 from tapernorm.gate import GateSchedule
-from tapernorm.hf import Pretrained, is_hub_form, open_pretrained
+from tapernorm.hf import HUGE_EPSILON, Pretrained, is_hub_form, open_pretrained
 from tapernorm.model import Decoder
 from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, build_tokenizer
@@ -82,7 +82,9 @@ def load_foreign(where: str, device: torch.device | str = "cpu") -> tuple[Decode
         shape = source.architecture
         size = (shape["n_layer"], shape["d_model"])
         name = GPT2_SIZES.get(size, Path(where).name) if source.family == "gpt2" else Path(where).name
-        config = resolve(Config(model=ModelConfig(name=name, init=where, **shape), norm=StandardNormConfig()))
+        # A compatibility format's norms stand there without effect, and a table must not call it a baseline.
+        norm = StandardNormConfig(name="none" if shape["norm_eps"] >= HUGE_EPSILON else "baseline")
+        config = resolve(Config(model=ModelConfig(name=name, init=where, **shape), norm=norm))
         tokenizer = _tokenizer_of(source)
         model = Decoder(config.model, config.norm)
         _load(model, source.weights(), where)

@@ -23,6 +23,7 @@ from tapernorm.export import export, norm_free_config, read_exported
 from tapernorm.fold import fold
 from tapernorm.generate import generate
 from tapernorm.model import Decoder, build_model
+from tapernorm.pretrained import load_foreign
 from tapernorm.schema import ConfigError
 from tapernorm.tokenizer import Tokenizer
 from tests.conftest import GPT2, NORMS, TINY, merge
@@ -201,6 +202,8 @@ def test_stock_layouts_need_no_code(tmp_path: Path, norm: str, family: str) -> N
     assert ("compatibility format" in card) is tapered
     assert settings.get("tapernorm_compatibility_format", False) is tapered
     assert json.loads((out / "certificate.json").read_text())["max_logit_error"] < 1e-3
+    if family == "gpt2":  # what a table of evaluate.py calls it
+        assert load_foreign(str(out))[1].norm.name == ("none" if tapered else "baseline")
 
 
 @pytest.mark.parametrize(
