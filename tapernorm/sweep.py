@@ -20,6 +20,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
@@ -212,9 +213,16 @@ def _last_saved(directory: Path) -> int:
 
 
 def _swept(arguments: Sequence[str]) -> list[str]:
-    """The keys that the jobs differ in."""
+    """The keys that the jobs differ in; a choice of one, as `left_to_jobs` makes them, is none of these."""
     parsed = OverridesParser.create().parse_overrides(list(arguments))
-    return [override.get_key_element().lstrip("+~") for override in parsed if override.is_sweep_override()]
+    return [
+        _key(override.input_line or "") for override in parsed if override.is_sweep_override() and not _single(override)
+    ]
+
+
+def _single(override: Override) -> bool:
+    value = override.value()
+    return isinstance(value, ChoiceSweep) and len(value.list) == 1
 
 
 def _split(arguments: Sequence[str]) -> list[list[str]]:
