@@ -7,15 +7,18 @@ from their last checkpoint, and a job whose training settings changed is refused
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import signal
+import sys
+import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -29,6 +32,7 @@ from tapernorm import faults, run
 from tapernorm.config import build, resolve
 from tapernorm.schema import ConfigError
 from tapernorm.table import print_table
+from tapernorm.tracking import clock
 
 LONGEST_NAME = 100
 FAILED = ".failed"  # in a sweep's directory: a job has failed, and with sweep.fail_fast no other one starts
@@ -43,6 +47,7 @@ class Sweep:
     directory: Path
     jobs: list[str]  # names of the jobs' directories; empty if a sweeper picks them as it goes
     report: bool = False  # whether to write the report of all jobs at the end
+    took: list[float] = field(default_factory=list)  # seconds of each job that has run in this process
 
 
 started: Sweep | None = None  # set by the callback in the launching process, read when Hydra returns
@@ -274,7 +279,7 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
     if fail_fast and (sweep / FAILED).exists():
         _say(f"[job {number}] {name}: not started, as another job has failed")
         return {}
-    _say(f"[job {number}] {name}")
+    _say(f"[job {number}] {name}{_outlook(number)}")
     if isinstance(composed.get("tracking"), dict) and composed["tracking"].get("group") is None:
         composed["tracking"]["group"] = composed["sweep"]["name"]
     composed = {**composed, "run_dir": None, "resume": None}
@@ -283,7 +288,11 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
         if isinstance(job, run.Saved):
             _say(f"[job {number}] {job.status} before; skipped")
             return job.summary or {}
-        summary = run.execute(job, overrides=overrides)
+        began = time.monotonic()
+        with _labelled(number) if started is None else nullcontext():
+            summary = run.execute(job, overrides=overrides)
+        if started is not None:
+            started.took.append(time.monotonic() - began)
     except run.InUse as error:
         _say(f"[job {number}] {error}; skipped")
         return {}
@@ -303,6 +312,42 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
         with suppress(OSError):
             (sweep / FAILED).touch()
     return summary
+
+
+def _outlook(number: int) -> str:
+    """How much is left from this job on, for jobs that run one after the other, once one of them has shown its time."""
+    if started is None or not started.took:
+        return ""
+    names = started.jobs[number:]
+    left = sum(_read(started.directory / name)[0]["status"] not in run.DONE for name in names)
+    return f"  ({left} of {len(started.jobs)} left, about {clock(left * sum(started.took) / len(started.took))})"
+
+
+class _Labelled(io.TextIOBase):
+    """A stream whose lines all begin with a label; no terminal, as a bar could not share its line with another one."""
+
+    def __init__(self, stream: TextIO, label: str) -> None:
+        self.stream, self.label, self.fresh = stream, label, True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self.stream.write(self.label + line if self.fresh else line)
+            self.fresh = line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+@contextmanager
+def _labelled(number: int) -> Iterator[None]:
+    """Whose line is it, where several jobs write at the same time."""
+    label = f"[job {number}] "
+    with redirect_stdout(_Labelled(sys.stdout, label)), redirect_stderr(_Labelled(sys.stderr, label)):
+        yield
 
 
 def _say(text: str) -> None:

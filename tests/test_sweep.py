@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,18 @@ def test_P01_fail_fast_stops_at_the_first_failure(launch, trainer):
     assert out.count("not started, as another job has failed") == 2
     assert launch("-m", "seed=0,1,2", "model.head_dim=5", "sweep.name=s")[0] == 1
     assert len(jobs()) == 3
+
+
+def test_a_sweep_says_how_much_is_left(launch, trainer):
+    """Jobs that were finished before, or have gone, are not counted."""
+    command = ["-m", "seed=0,1,2,3", "sweep.name=s"]
+    _, out, _ = launch(*command)
+    said = re.findall(r"^\[job \d\] seed-\d(.*)$", out, flags=re.M)
+    assert said == ["", *(f"  ({left} of 4 left, about 0:00)" for left in (3, 2, 1))]
+    for seed in (1, 3):
+        shutil.rmtree(Path("runs/sweeps/s") / f"seed-{seed}")
+    _, out, _ = launch(*command)
+    assert re.findall(r"\((\d) of 4 left", out) == ["1", "1"]
 
 
 def test_divergence_of_a_comparator_is_a_result(launch, trainer):
@@ -418,8 +431,11 @@ def test_P10_joblib_runs_jobs_in_processes(tmp_path):
     mirrored = [path.name.rpartition("-")[2] for path in tmp_path.glob("runs/sweeps/s/*/wandb/offline-run-*")]
     assert len(mirrored) == len(set(mirrored)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
-    table = out[out.index(" job ") :]
+    lines, table = out[: out.index(" job ")].splitlines(), out[out.index(" job ") :]
     assert table.count("finished") == 2 and "seed=-1" in table
+    assert lines[0].startswith("sweep s: 3 jobs in ") and all(re.match(r"\[job [012]\] ", line) for line in lines[1:])
+    progress = [line for line in err.splitlines() if "step 8/8" in line]
+    assert sorted(line[:8] for line in progress) == ["[job 0] ", "[job 1] "]
 
 
 def test_P10_submitit_runs_jobs_as_it_does_on_a_cluster(tmp_path):
