@@ -241,6 +241,16 @@ def test_keys_of_the_swept_kinds(launch, trainer):
     assert [config.norm.alpha for config, _, _ in trainer.calls] == [0.25, 0.5]
 
 
+def test_an_interpolation_is_one_job_whoever_names_it(launch, trainer):
+    """The launching process and the job's own have the same name for it, so its result is found."""
+    command = ["-m", "seed=0,1", "name=start-${seed}", "sweep.name=s"]
+    status, out, _ = launch(*command)
+    assert status == 0 and "not run" not in out and len(jobs()) == 2
+    assert {config.name for config, *_ in trainer.calls} == {"start-0", "start-1"}
+    status, out, _ = launch(*command, "sweep.dry_run=true")
+    assert status == 0 and set(listed(out)) == set(jobs()) and set(listed(out).values()) == {"finished"}
+
+
 def test_an_experiment_can_name_its_own_sweep(launch, trainer):
     assert launch("-m", "experiment=comparators", "trainer.max_steps=20", "seed=0")[0] == 0
     assert [config.norm.name for config, _, _ in trainer.calls] == ["baseline", "internal_taper", "dyt", "derf", "none"]
