@@ -191,8 +191,7 @@ def _let_go_of_closed_streams() -> None:
 def train(tree: DictConfig) -> float | None:
     """The task of train.py: one run, or one job of a sweep. Returns the final validation loss."""
     settings = HydraConfig.get()
-    # As they were typed: what an interpolation such as ${seed} stands for is no part of a job's name.
-    overrides = typing.cast(list[str], OmegaConf.to_container(settings.overrides.task, resolve=False))
+    overrides = sweep.as_typed(settings.overrides.task)
     with faults.in_one_line():
         composed = absolute_paths(plain(tree), Path(settings.runtime.cwd))
         if settings.mode == RunMode.MULTIRUN:

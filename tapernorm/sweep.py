@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from tapernorm import faults, run
 from tapernorm.config import build, resolve
@@ -54,6 +54,11 @@ started: Sweep | None = None  # set by the callback in the launching process, re
 
 
 # -------------------------------------------------------------------------------------------------------------- naming
+
+
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """Hydra's list of overrides, where ${seed} is still ${seed}: each job has its own, the launching process none."""
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
 def identity(overrides: Sequence[str]) -> list[str]:
@@ -138,7 +143,7 @@ def start(config: DictConfig) -> Sweep:
             raise ConfigError(f"{key}={config[key]} is for a single run; a sweep goes on when its command is repeated")
     basic = str(config.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
     params = config.hydra.sweeper.get("params") or {}
-    arguments = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    arguments = [*(f"{key}={value}" for key, value in params.items()), *as_typed(config.hydra.overrides.task)]
     name = str(config.sweep.name or sweep_name(arguments))
     if run.safe_name(name) != name:
         raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")

@@ -243,10 +243,10 @@ def test_keys_of_the_swept_kinds(launch, trainer):
 
 def test_an_interpolation_is_one_job_whoever_names_it(launch, trainer):
     """The launching process and the job's own have the same name for it, so its result is found."""
-    command = ["-m", "seed=0,1", "name=start-${seed}", "sweep.name=s"]
+    command = ["-m", "seed=0,1", "norm.name=n-${seed}", "dataset.seed=${seed}", "sweep.name=s"]
     status, out, _ = launch(*command)
     assert status == 0 and "not run" not in out and len(jobs()) == 2
-    assert {config.name for config, *_ in trainer.calls} == {"start-0", "start-1"}
+    assert [(config.norm.name, config.dataset.seed) for config, *_ in trainer.calls] == [("n-0", 0), ("n-1", 1)]
     status, out, _ = launch(*command, "sweep.dry_run=true")
     assert status == 0 and set(listed(out)) == set(jobs()) and set(listed(out).values()) == {"finished"}
 
