@@ -148,7 +148,8 @@ def start(config: DictConfig) -> Sweep:
     if run.safe_name(name) != name:
         raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")
     swept = _swept(arguments)
-    told = [f"sweep.name='{name}'", f"sweep.swept={json.dumps(swept)}"]
+    # ++, as a configuration that an older version saved, and that is swept over now, lacks the key.
+    told = [f"sweep.name='{name}'", f"++sweep.swept={json.dumps(swept)}"]
     with read_write(config), open_dict(config):
         config.sweep.name, config.sweep.swept = name, swept
         config.hydra.overrides.task.extend(told)
