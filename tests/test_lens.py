@@ -238,6 +238,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
     refused(tmp_path / "nothing", "no such directory")
     refused(saved(tmp_path / "dyt", "dyt", "llama"), r"norm dyt: DyT at 0\.attn is no norm of TransformerLens")
+    table = fold(checkpoints.load_model(saved(tmp_path / "table", "all_but_first", "llama"))[0], table=True)
+    refused(table, r"0\.attn is a table by token id, which TransformerLens has no place for")
     refused(saved(tmp_path / "open", "all_taper", "gpt2", step=14), r"open gate .*gate 0\.5 at 0\.attn")
     _, out = exported(tmp_path, "all_taper", "gpt2", format="gpt2")
     refused(out, "all_taper_gpt2: its LayerNorms stand there without effect; export it with format=tapernorm")
