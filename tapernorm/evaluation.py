@@ -293,7 +293,7 @@ def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:
     """Refuse what would only be found after a first checkpoint has been evaluated."""
     if config.save_folded and len(paths) > 1:
         raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
-    if config.fold:
+    if config.fold or config.fold_table:
         for path in paths:
             _fold(config, path, _load(path)[0])
 
@@ -482,6 +482,7 @@ def _measure_folded(
         "step": subject.meta["step"],
         "norm": folded.norm_config.name,
         "gains": config.fold_gains,
+        "table": config.fold_table,
         **statistics,
         "difference": difference,
         "worst": losses.worst(config.worst),
@@ -491,10 +492,10 @@ def _measure_folded(
 
 
 def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
-    if not (config.fold or config.save_folded):
+    if not (config.fold or config.fold_table or config.save_folded):
         return None
     try:
-        return fold(model, gains=config.fold_gains)
+        return fold(model, gains=config.fold_gains, table=config.fold_table)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from None
 

@@ -272,9 +272,14 @@ def standard_norm(family: str, dim: int, eps: float, gain: bool = True) -> nn.Mo
     return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[family](dim, eps=eps, elementwise_affine=gain)
 
 
+def is_table(norm: AnyNormConfig, site: str) -> bool:
+    """Whether folding has made the norm at a site a table by token id, which only 0.attn's can be."""
+    return isinstance(norm, FoldedNormConfig) and norm.table and site == "0.attn"
+
+
 def is_folded(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
     """Whether the linear part of the norm at a site has moved into the projection that reads it."""
-    if not isinstance(norm, FoldedNormConfig):
+    if not isinstance(norm, FoldedNormConfig) or is_table(norm, site):
         return False
     return norm.source.kind in GATED if site in select_sites(norm.sites, model.n_layer) else norm.gains
 
@@ -288,6 +293,8 @@ def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
     """The norm at a site ('0.attn', ..., 'final') of a resolved model configuration."""
     if model.norm_eps is None:
         raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
+    if is_table(norm, site):
+        return nn.Identity()
     dim, eps = model.d_model, model.norm_eps
     if site not in select_sites(norm.sites, model.n_layer):
         return standard_norm(model.norm_family, dim, eps, gain=not is_folded(norm, model, site))
