@@ -8,6 +8,7 @@ Shape legend: B batch, T time, D width of the residual stream, H heads, K head w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -309,6 +310,19 @@ class Decoder(nn.Module):
         """Set the one global gate in every layer that has it."""
         for norm in self.gated_norms().values():
             norm.set_gate(gate, phase)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every norm still divides by its input's scale, so that the residual stream's does not matter."""
+        return all(isinstance(norm, GatedNorm | nn.RMSNorm | nn.LayerNorm) for _, norm in self.norms())
+
+    def divide_eps(self, kappa: float) -> None:
+        """Divide eps of every norm, and of the configuration, by kappa^2: r(h / kappa) is then r(h) / kappa."""
+        assert self.config.norm_eps is not None
+        self.config = dataclasses.replace(self.config, norm_eps=self.config.norm_eps / kappa**2)
+        for _, norm in self.norms():
+            if hasattr(norm, "eps"):
+                norm.eps = self.config.norm_eps  # type: ignore[assignment]
 
     def n_parameters(self) -> int:
         """Number of parameters that the folded or baseline model has: each gain once, gamma_t not counted."""
