@@ -85,16 +85,21 @@ class GatedNorm(nn.Module):
     @torch.no_grad()
     def record(self, x: Tensor, inverse: Tensor) -> None:
         """Add the sums over tokens that c is fitted to: of centred inputs x (..., D) and their 1/r (..., 1)."""
-        inverse = inverse.detach().squeeze(-1)
+        sums = [values.sum() for values in self.per_token(x.detach(), inverse.detach().squeeze(-1))]
+        # add_, because += also sets the attribute, which a compiled graph of a checkpointed segment refuses.
+        self.recorded.add_(torch.stack(sums))
+
+    def per_token(self, x: Tensor, inverse: Tensor) -> list[Tensor]:
+        """Two, of centred inputs x (..., D) and their 1/r (...): c is fitted to the sums over tokens of these (...)."""
         match self.fit:
             case "least_squares":
-                weight = (x.detach().float() * self.gain().float()).square().sum(-1)
-                sums = [(weight * inverse).sum(), weight.sum()]
+                weight = (x.float() * self.gain().float()).square().sum(-1)
+                return [weight * inverse, weight]
             case "inverse_mean":
-                sums = [torch.ones_like(inverse).sum(), inverse.reciprocal().sum()]
+                return [torch.ones_like(inverse), inverse.reciprocal()]
             case "log":
-                sums = [inverse.log().sum(), torch.ones_like(inverse).sum()]
-        self.recorded += torch.stack(sums)
+                return [inverse.log(), torch.ones_like(inverse)]
+        raise ValueError(f"unknown fit {self.fit!r}")
 
     def record_standard(self, h: Tensor) -> None:
         """`record` while the standard norm runs, whose statistic is out of reach."""
