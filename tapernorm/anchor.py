@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tapernorm.config import AnchorConfig
+from tapernorm.norms import widened
 
 
 def token_scale(h: Tensor, family: str, eps: float) -> Tensor:
-    """s(h) per token, (..., D) -> (...), float32: r(h) = sqrt(mean(h^2) + eps), or sigma(h) for LayerNorm models."""
-    x = h.float()
+    """s(h) per token, (..., D) -> (...): r(h) = sqrt(mean(h^2) + eps), or sigma(h) for LayerNorm models."""
+    x = widened(h)
     if family == "layer":
         x = x - x.mean(-1, keepdim=True)
     return (x.square().mean(-1) + eps).sqrt()
@@ -48,7 +49,7 @@ class ScaleAnchor:
 
     def subject(self, h: Tensor, readout: Callable[[Tensor], Tensor]) -> Tensor:
         """(B, T) what the loss is a function of: s(h), or for z_loss ln sum_i exp z_i of the logits z = readout(h)."""
-        return readout(h).float().logsumexp(-1) if self.config.kind == "z_loss" else self.scale(h)
+        return widened(readout(h)).logsumexp(-1) if self.config.kind == "z_loss" else self.scale(h)
 
     def set_target(self, target: float) -> None:
         self.target = target

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tapernorm import dist
 from tapernorm.config import CalibrationConfig
-from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm
+from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm, widened
 
 PLAUSIBLE_C = (0.02, 50.0)
 SHORT_WINDOW = 30
@@ -21,7 +21,7 @@ DOUBTFUL_MISMATCH = 0.3  # e-folds
 class Ema:
     """Bias-corrected exponential moving average: mean = sum_t w_t x_t / sum_t w_t,  w_t = (1-decay) decay^(T-t).
 
-    float32, on the device of what it is fed, so that updating it never waits for the device.
+    At least float32, on the device of what it is fed, so that updating it never waits for the device.
     """
 
     def __init__(self, decay: float) -> None:
@@ -30,7 +30,7 @@ class Ema:
         self.weight = 0.0
 
     def update(self, x: Tensor) -> None:
-        x = x.detach().float()
+        x = widened(x.detach())
         self.value = (1 - self.decay) * x if self.value is None else self.decay * self.value + (1 - self.decay) * x
         self.weight = self.decay * self.weight + (1 - self.decay)
 

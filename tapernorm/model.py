@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tapernorm.cache import KVCache, LayerCache
 from tapernorm.config import AnyNormConfig, Config, ModelConfig
 from tapernorm.gate import Phase
-from tapernorm.norms import GatedNorm, TaperNorm, build_norm, is_table, needs_bias
+from tapernorm.norms import GatedNorm, TaperNorm, build_norm, is_table, needs_bias, widened
 from tapernorm.sites import all_sites
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         h = self.trunk(tokens)
         read = h if log_scale is None else h * (1.0 + log_scale)
         logits = self.readout(read)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), h
+        return F.cross_entropy(widened(logits).flatten(0, 1), targets.flatten()), h
 
     def new_cache(self, n_row: int, n_slot: int | None = None, *, fixed: bool = False) -> KVCache:
         """An empty cache for `n_row` rows of at most `n_slot` tokens (default: the context) for `trunk`.

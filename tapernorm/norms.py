@@ -27,6 +27,11 @@ from tapernorm.gate import Phase
 from tapernorm.sites import removal_turns, select_sites
 
 
+def widened(x: Tensor) -> Tensor:
+    """In float32, or in float64 where it is: the precision of every statistic and loss, whatever autocast does."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class GatedNorm(nn.Module):
     """A standard norm that the global gate g takes away: what TaperNorm and FakeNorm share, in RMSNorm's form.
 
@@ -80,7 +85,7 @@ class GatedNorm(nn.Module):
 
     def inverse_scale(self, x: Tensor) -> Tensor:
         """1/r of centred inputs x (..., D), in float32: (..., 1)."""
-        return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return torch.rsqrt(widened(x).square().mean(-1, keepdim=True) + self.eps)
 
     @torch.no_grad()
     def record(self, x: Tensor, inverse: Tensor) -> None:
@@ -93,7 +98,7 @@ class GatedNorm(nn.Module):
         """Two, of centred inputs x (..., D) and their 1/r (...): c is fitted to the sums over tokens of these (...)."""
         match self.fit:
             case "least_squares":
-                weight = (x.float() * self.gain().float()).square().sum(-1)
+                weight = (widened(x) * widened(self.gain())).square().sum(-1)
                 return [weight * inverse, weight]
             case "inverse_mean":
                 return [torch.ones_like(inverse), inverse.reciprocal()]
@@ -104,7 +109,7 @@ class GatedNorm(nn.Module):
     def record_standard(self, h: Tensor) -> None:
         """`record` while the standard norm runs, whose statistic is out of reach."""
         if self.recording:
-            x = self.center(h.detach().float())
+            x = self.center(widened(h.detach()))
             self.record(x, self.inverse_scale(x))
 
     def take_statistics(self) -> Tensor:

@@ -25,7 +25,7 @@ ALLOWED = {
     "optim": {"config", "dist", "model"},
     "norms": {"config", "gate", "sites"},
     "calibration": {"config", "dist", "norms"},
-    "anchor": {"config"},
+    "anchor": {"config", "norms"},
     "cache": set(),
     "model": {"cache", "config", "gate", "norms", "sites"},
     "dynamics": {"anchor", "dist", "model"},

@@ -6,6 +6,7 @@ import torch
 
 from tapernorm.calibration import Calibration, Ema
 from tapernorm.config import CalibrationConfig
+from tapernorm.gate import GateSchedule, Phase
 from tapernorm.norms import TaperLN, TaperNorm
 
 D, STEPS, K_WARMUP, WINDOW, DECAY = 16, 9, 9, 5, 0.8
@@ -58,6 +59,81 @@ def test_c_is_the_weighted_least_squares_solution(kind: str, family: str, microb
     assert chosen["0.attn"] == pytest.approx(expected, rel=1e-5)
     assert norm.c.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(norm.taper_weight, norm.weight)
+
+
+FITS = {
+    "least_squares": lambda p, r: (p / r).mean() / p.mean(),
+    "inverse_mean": lambda p, r: 1 / r.mean(),
+    "log": lambda p, r: np.exp(-np.log(r).mean()),
+}
+
+
+@pytest.mark.parametrize("family", ["rms", "layer"])
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_tracked_c_follows_its_statistic_while_the_gate_is_open(family: str, fit: str, microbatches: int) -> None:
+    """Against numpy: the batch of k_warmup read anew, then an average over the steps before the gate closes."""
+    k_warmup, k_taper, eps = 3, 8, 1e-6
+    norm = {"rms": TaperNorm, "layer": TaperLN}[family](D, eps)
+    config = CalibrationConfig(kind="tracked", decay=DECAY, window=WINDOW, fit=fit)
+    calibration = Calibration(config, k_warmup, {"0.attn": norm}, k_taper - 1)
+    schedule = GateSchedule("cosine", k_warmup, k_taper)
+    generator = torch.Generator().manual_seed(1)
+    sums, used = [], []
+
+    for step in range(1, 11):
+        norm.set_gate(schedule.value(step), schedule.phase(step))
+        norm.weight.data = 1 + 0.4 * torch.randn(D, generator=generator)
+        h = (0.2 + step) * torch.randn(30, D, generator=generator) * torch.rand(30, 1, generator=generator)
+        assert calibration.records(step) == (k_warmup < step < k_taper)
+        used.append(norm.c.item())
+        with calibration.recording(step):
+            for part in h.chunk(microbatches):
+                norm(part.unsqueeze(0))
+        norm(100 * h)  # a validation forward in the same step: never enters
+        if step == k_warmup:
+            with calibration.measuring():
+                norm(h.unsqueeze(0))
+            calibration.finish(lambda line: None)
+        if k_warmup <= step < k_taper:
+            x = h.double().numpy()
+            x = x - x.mean(-1, keepdims=True) if family == "layer" else x
+            r = np.sqrt((x**2).mean(-1) + eps)
+            p = ((x * norm.weight.detach().double().numpy()) ** 2).sum(-1)
+            pair = {"least_squares": (p / r, p), "inverse_mean": (np.ones(30), r), "log": (-np.log(r), np.ones(30))}
+            sums.append([values.sum() for values in pair[fit]])
+            weights = (1 - DECAY) * DECAY ** np.arange(len(sums))[::-1]
+            a, b = weights @ np.array(sums)
+            assert norm.c.item() == pytest.approx(np.exp(a / b) if fit == "log" else a / b, rel=1e-5)
+            if step == k_warmup:
+                assert norm.c.item() == pytest.approx(FITS[fit](p, r), rel=1e-5)
+    assert used[k_taper - 1] == used[k_taper] == norm.c.item(), "frozen at gate 0"
+
+
+def test_a_rare_large_token_moves_least_squares_and_hardly_the_log() -> None:
+    """One token of 1,024 with 30 times the scale: c r of all others, as GPT-2's first position would have it."""
+    found = {}
+    for fit in FITS:
+        norm = TaperNorm(D, 1e-6)
+        calibration = Calibration(CalibrationConfig(window=1, decay=0.0, fit=fit), 1, {"0.attn": norm}, 2)
+        h = torch.nn.functional.normalize(torch.randn(1024, D), dim=-1) * D**0.5
+        h[0] *= 30
+        with calibration.measuring():
+            norm(h)
+        found[fit] = calibration.finish(lambda line: None)["0.attn"]
+    assert found == pytest.approx({"least_squares": 0.548, "inverse_mean": 0.972, "log": 0.9967}, abs=2e-3)
+
+
+def test_statistics_that_are_not_finite_leave_c_alone() -> None:
+    norm = TaperNorm(D, 1e-6)
+    calibration = Calibration(CalibrationConfig(window=1, decay=0.5, fit="log"), 1, {"0.attn": norm}, 5)
+    with calibration.measuring():
+        norm(2 * torch.ones(1, 4, D))
+    calibration.finish(lambda line: None)
+    norm.set_gate(0.5, Phase.TAPERING)
+    with calibration.recording(2):
+        norm(torch.full((1, 4, D), torch.nan))
+    assert norm.c.item() == pytest.approx(0.5)
 
 
 def test_calibration_none_keeps_c_at_one_and_records_nothing() -> None:

@@ -80,11 +80,15 @@ def test_bit_identical_to_the_baseline_until_the_taper(
 @pytest.mark.parametrize(
     ("phase", "step"), [("normalized", 2), ("window", 7), ("calibration", 10), ("tapering", 14), ("tapered", 20)]
 )
-@pytest.mark.parametrize("anchor", ["none", "fixed_target"])
+@pytest.mark.parametrize(
+    ("anchor", "calibration"),
+    [("none", {}), ("fixed_target", {"level": 1.0}), ("none", {"kind": "ema"}), ("z_loss", {"fit": "least_squares"})],
+)
 def test_P24_resumed_equals_uninterrupted(
-    tiny: Callable[..., Config], tmp_path: Path, phase: str, step: int, anchor: str
+    tiny: Callable[..., Config], tmp_path: Path, phase: str, step: int, anchor: str, calibration: dict[str, Any]
 ) -> None:
-    config = tiny(norm="all_taper", anchor={"kind": anchor}, trainer={"save_interval": 1, "keep_last": 1000})
+    keys = {"anchor": {"kind": anchor}, "calibration": calibration, "optim": {"multipliers": {"writers": 0.5}}}
+    config = tiny(norm="all_taper", trainer={"save_interval": 1, "keep_last": 1000}, **keys)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     summary = run(config, whole)
     shutil.copytree(whole, resumed)  # the metrics then reach beyond the checkpoint, as after a kill
@@ -99,7 +103,7 @@ def test_P24_resumed_equals_uninterrupted(
     assert steps == sorted(set(steps)), "every step exactly once"
 
 
-@pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log", "batch_mean"])
+@pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"])
 def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], tmp_path: Path, anchor: str) -> None:
     keys = {"anchor": {"kind": anchor}, "optim": {"lr": 1e-3}}
     for accumulation in (1, 4):
@@ -114,6 +118,68 @@ def test_P25_accumulation_does_not_change_the_step(tiny: Callable[..., Config], 
     assert first["step"] == (1 if anchor == "batch_mean" else 11)
     one, other = (rows(tmp_path / n)[10] for n in ("1", "4"))
     assert one["grad/norm"] == pytest.approx(other["grad/norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["baseline", "internal_taper", "all_taper"])
+def test_the_stream_is_brought_to_a_level_without_changing_the_function(
+    tiny: Callable[..., Config], tmp_path: Path, norm: str
+) -> None:
+    """Bit-identical up to k_warmup; then the scale is the level to 1 %, the loss the same, and eps with them."""
+    trainer = EVERY_STEP | {"val_interval": 1, "batch_size": 32, "probe_size": 16, "val_tokens": 512}
+    run(tiny(norm=norm, trainer=trainer), tmp_path / "plain")
+    run(tiny(norm=norm, trainer=trainer, calibration={"level": 0.3}), tmp_path / "level")
+    plain, level = rows(tmp_path / "plain"), rows(tmp_path / "level")
+    assert [row["train/loss"] for row in plain[:10]] == [row["train/loss"] for row in level[:10]]
+    assert level[9]["val/loss"] == pytest.approx(plain[9]["val/loss"], rel=1e-6)
+    assert level[9]["scale/target"] == pytest.approx(0.3, rel=1e-3)
+    assert level[9]["scale/final_rms_mean"] == pytest.approx(0.3, rel=0.03), "of held-out text"
+    assert level[10]["train/loss"] == pytest.approx(plain[10]["train/loss"], rel=1e-5)
+    assert level[-1]["train/loss"] != plain[-1]["train/loss"]
+    kappa = plain[9]["scale/target"] / 0.3
+    config = checkpoints.read_config(tmp_path / "level" / "checkpoints" / "step-00000024")
+    assert config.model.norm_eps == pytest.approx(1e-6 / kappa**2, rel=1e-3)
+
+
+def test_a_level_is_not_for_norms_that_do_not_divide_by_the_scale(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "run").mkdir()
+    train(tiny(norm="dyt", calibration={"level": 0.3}), tmp_path / "run", say=said.append)
+    assert "calibration.level=0.3: not for norm=dyt; the stream stays as it is" in said
+
+
+@pytest.mark.parametrize("anchor", ["none", "mean_log"])
+def test_the_yardsticks_have_their_zero_at_k_warmup(tiny: Callable[..., Config], tmp_path: Path, anchor: str) -> None:
+    sizes = {"dynamics_interval": 1, "batch_size": 32, "probe_size": 16, "val_tokens": 512}
+    keys = {"anchor": {"kind": anchor}, "trainer": EVERY_STEP | sizes}
+    summary = run(tiny(norm="all_taper", **keys), tmp_path / "run")
+    found = rows(tmp_path / "run")
+    at = found[9]
+    assert not any("scale/drift" in row or "calib/mismatch.final" in row for row in found[:9])
+    assert at["scale/drift"] == 0.0
+    assert abs(math.log(at["scale/target"] / at["scale/final_rms_mean"])) < 0.03
+    for row in found[10:]:
+        assert row["scale/drift"] == pytest.approx(math.log(row["scale/final_rms_mean"] / at["scale/final_rms_mean"]))
+        spread = row["calib/mismatch.final"] - math.log(row["calib/c.final"] * row["scale/final_rms_mean"])
+        assert -0.2 < spread <= 0, "the mean of a log is below the log of the mean"
+    sites = [key for key in at if key.startswith("calib/mismatch.")]
+    assert len(sites) == 5 and max(abs(at[key]) for key in sites) < 0.2
+    assert summary["drift"] == found[-1]["scale/drift"]
+    assert summary["mismatch"]["gate_0"] == max(abs(found[17][key]) for key in sites)
+    assert summary["mismatch"]["end"] == max(abs(found[-1][key]) for key in sites)
+    assert summary["best_temperature"] == found[-1]["val/best_temperature"]
+    assert summary["val_loss_best_temperature"] <= summary["val_loss"]
+    tokens = json.loads((tmp_path / "run" / "probe_tokens.json").read_text())
+    assert tokens["step"] == 24 and len(tokens["theory"]) == len(tokens["measured"]) == 512
+    assert tokens["measured"] == pytest.approx(tokens["theory"], abs=1e-4), "without a final norm they are equal"
+
+
+def test_a_stale_c_is_said_with_its_remedy(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "run").mkdir()
+    keys = {"calibration": {"kind": "ema", "window": 9, "decay": 0.99}, "trainer": {"dynamics_interval": 1}}
+    train(tiny(norm="all_taper", **keys), tmp_path / "run", say=said.append)
+    (line,) = [line for line in said if "calib/mismatch" in line and line.startswith("warning")]
+    assert "c is off by a factor of" in line and "calibration=tracked may help" in line
 
 
 def test_observers_are_inert(tiny: Callable[..., Config], tmp_path: Path) -> None:
