@@ -89,10 +89,11 @@ def losses(*, divided: bool) -> list[float]:
     """70 steps through warmup, calibration and taper in float64; after the warmup the stream is divided by kappa, or
     the learning rates are multiplied instead."""
     config = resolve(shape(norm_eps=1e-30), 64)
-    optim = OptimConfig(lr=3e-3, warmup_steps=5, decay_steps=STEPS, weight_decay=0.1, eps=1e-30, clip=None)
-    if not divided:
-        multipliers = MultipliersConfig(embed=KAPPA, writers=KAPPA, final_gain=1 / KAPPA, after_step=K_WARMUP)
-        optim = dataclasses.replace(optim, multipliers=multipliers)
+    factors = {} if divided else {"embed": KAPPA, "writers": KAPPA, "final_gain": 1 / KAPPA}
+    optim = OptimConfig(
+        lr=3e-3, warmup_steps=5, decay_steps=STEPS, weight_decay=0.1, eps=1e-30, clip=None,
+        multipliers=MultipliersConfig(**{"embed": 1.0} | factors, after_step=K_WARMUP),
+    )  # fmt: skip
     model = build_model(config).double()
     optimizer = build_optimizer(model, optim)
     schedule = GateSchedule("cosine", K_WARMUP, K_TAPER)
