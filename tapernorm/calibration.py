@@ -131,7 +131,8 @@ class Calibration:
             }
             dist.average(open_norms.values())
             for site, statistics in open_norms.items():
-                self.averages[site].update(statistics)
+                # Sums over the whole batch again: the same whatever it is split into, also across a resume.
+                self.averages[site].update(statistics * dist.size())
 
     def freeze(self, gate: float) -> list[str]:
         """Before the gate falls to a value: c of every FakeNorm whose turn this is, on the device; names what goes."""

@@ -268,12 +268,8 @@ class TrainingRun:
         with self.calibration.measuring():
             self.anchor.set_target(self.mean_scale())
         chosen = self.calibration.finish(self.say)
-        how = f" ({self.calibration.kind})" if chosen else ""
-        self.say(
-            f"end of the warmup, step {self.step}: calibrated{how}"
-            if chosen
-            else f"end of the warmup, step {self.step}"
-        )
+        kind = self.calibration.kind
+        self.say(f"calibrated after step {self.step} ({kind})" if chosen else f"end of the warmup, step {self.step}")
         for line in [*describe(chosen), self.anchor.describe()]:
             self.say(line)
         assert self.anchor.target is not None
