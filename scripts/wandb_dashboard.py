@@ -33,7 +33,8 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
         ("Gate", ("gate/g",), LINEAR),
     ],
     "Logit chasing": [
-        ("Residual scale and its target", ("scale/final_rms_mean", "scale/target"), LOG),
+        ("Residual scale since the warmup", ("scale/drift",), LINEAR),
+        ("Residual scale and its level at the warmup's end", ("scale/final_rms_mean", "scale/target"), LOG),
         ("Logit norm", ("logits/norm_mean",), LOG),
         ("Largest logit", ("logits/abs_max",), LOG),
         ("Spread of the logits", ("logits/std",), LINEAR),
@@ -60,6 +61,7 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     ],
     "Calibration": [
         ("c at each norm", ("calib/c.<site>",), LOG),
+        ("Mismatch of c", ("calib/mismatch.<site>",), LINEAR),
         ("Gain of the tapered branch", ("taper/gain_rms.<site>",), LINEAR),
     ],
     "Throughput and health": [
