@@ -148,7 +148,6 @@ CHARTS = (
         "gradient [nats/scale]",
         (Line("grad/final_hidden_norm", "gradient"),),
         settled=True,
-        log=True,
     ),
     Chart(
         "bound",

@@ -229,15 +229,17 @@ def headline(comparison: Comparison) -> str:
     if not judged:
         return "Too early to tell whether a run chases logits: no gate has closed yet."
     if len(comparison.runs) == 1:
+        run = comparison.runs[0]
+        why = "above its level at k_warmup" if (run.pull or 0.0) < 0 else "by the pull of the loss"
         return {
             "chasing": "This run chases logits.",
-            "growing": "No logit chasing: the residual scale grows, but not by the pull of the loss.",
+            "growing": f"No logit chasing: the residual scale grows, but not {why}.",
             "shrinking": "No logit chasing: the residual scale shrinks.",
             "held": "No logit chasing: the residual scale is held.",
             "inert": "No logit chasing: the residual scale has no effect on the logits.",
             "normed": "No logit chasing: the final norm is in place.",
             "diverged": "This run diverged.",
-        }[comparison.runs[0].verdict]
+        }[run.verdict]
     waiting = len(comparison.modes) - len(judged)
     if not chasing:
         later = f" so far; of {waiting} of {len(comparison.modes)} it is too early to tell" if waiting else ""
@@ -321,7 +323,7 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
         )
     columns = (
         "mode", "n", "validation loss", "each seed", "gap to baseline, %", "each seed", "told by the interval",
-        "gap at best temperature, %", "growth since gate 0", "drift, e-folds", "logit norm",
+        "gap at T*, %", "growth since gate 0", "drift, e-folds", "logit norm",
     )  # fmt: skip
     counts = [len(mode.counted) for mode in comparison.of_size(size)]
     rule = f"Outliers by the modified z-score (|z| > {OUTLIER_Z:g}) are marked * and counted all the same"
@@ -331,9 +333,10 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
         )
     note = (
         "Mean (95 % interval over seeds, Student's t). The gap pairs each run with the baseline of the same seed and "
-        f"settings. {rule}. The order of the rows is fixed, not a ranking."
+        f"settings; T* is each run's best temperature for its logits. {rule}. The order of the rows is fixed, not a "
+        "ranking."
     )
-    return filled(f"statistics-{size}", f"Seeds and intervals, {size}", note, columns, "lrrsrslrrrr", rows)
+    return filled(f"statistics-{size}", f"Seeds and intervals, {size}", note, columns, "lrrsrslrrsr", rows)
 
 
 def told(gap: Estimate | None) -> str:
@@ -392,7 +395,7 @@ def runs_table(comparison: Comparison) -> Table:
             "" if run.is_baseline else number(comparison.gap(run), "+.2f"),
             "" if run.is_baseline else number(comparison.best_gap(run), "+.2f"),
             number(run.growth, "+.2f"),
-            ", ".join(f"{norm} {number(growth, '+.2f')}" for norm, growth in run.reference_growths.items()),
+            *(number(run.reference_growths.get(name), "+.2f") for name in ("baseline", "internal_taper")),
             number(run.drift, "+.2f"),
             *(number(worst, ".2f") for worst in reversed(run.mismatches)),
             number(run.last("logits/norm_mean"), ".1f"),
@@ -404,18 +407,18 @@ def runs_table(comparison: Comparison) -> Table:
         for run in mode.runs
     ]
     columns = (
-        "mode", "seed", "status", "step", "validation loss", "at best temperature", "best temperature", "gap, %",
-        "at best temperature", "growth since gate 0", "of references", "drift", "worst mismatch", "at gate 0",
-        "logit norm", "pull", "verdict", "directory",
+        "mode", "seed", "status", "step", "validation loss", "at T*", "T*", "gap, %", "at T*", "growth since gate 0",
+        "baseline's", "internal_taper's", "drift", "worst mismatch", "at gate 0", "logit norm", "pull", "verdict",
+        "directory",
     )  # fmt: skip
     note = (
         "Growth since gate 0: ln of the last scale/final_rms_mean over the one at the first step with gate 0 (without "
-        "a taper: at the same step), below it that of the same seed's baseline and internal taper. Drift: the same "
+        "a taper: at the same step), below it the same seed's baseline's and internal_taper's. Drift: the same "
         "over the one at k_warmup. Pull: radial/train_mean averaged over the steps after the gate has closed, nats per "
-        "e-fold; negative pulls the scale up. Worst mismatch: the largest |calib/mismatch.<site>| at the end. Best "
-        "temperature: the one number to divide all logits by that gives the smallest loss on the validation tokens."
+        "e-fold; negative pulls the scale up. Worst mismatch: the largest |calib/mismatch.<site>| at the end. T*: the "
+        "best temperature, the one number to divide all logits by that gives the smallest validation loss."
     )
-    return filled("runs", "Every run", note, columns, "lrlrrssrsrsrrsrrll", rows)
+    return filled("runs", "Every run", note, columns, "lrlrrssrsrssrrsrrll", rows)
 
 
 def differences_table(comparison: Comparison) -> Table:

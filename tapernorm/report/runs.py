@@ -192,9 +192,10 @@ class Run:
 
     @property
     def reference_growths(self) -> dict[str, float]:
-        """Growth of the references over the same steps, by norm."""
-        found = {run.norm: run.growth_between(self.closed, self.last_step) for run in self.references}
-        return {norm: growth for norm, growth in found.items() if growth is not None}
+        """Growth of the references over the same steps."""
+        names = {True: "baseline", False: "internal_taper"}
+        found = {names[run.is_baseline]: run.growth_between(self.closed, self.last_step) for run in self.references}
+        return {name: growth for name, growth in found.items() if growth is not None}
 
     @property
     def lever(self) -> float | None:
