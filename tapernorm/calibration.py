@@ -1,20 +1,23 @@
-"""The statistics window at the end of the warmup: the per-layer scalars c and the scale target s_tgt."""
+"""The per-layer scalars c: what they are fitted to, when they are set, and the rescaling of the stream before that."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tapernorm import dist
 from tapernorm.config import CalibrationConfig
+from tapernorm.model import Decoder
 from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm
 
 PLAUSIBLE_C = (0.02, 50.0)
 SHORT_WINDOW = 30
+DOUBTFUL_MISMATCH = 0.3  # e-folds
 
 
 class Ema:
@@ -48,50 +51,77 @@ class Ema:
 
 
 class Calibration:
-    """Chooses c per gated layer: at step k_warmup for TaperNorm, at each of its turns for FakeNorm.
+    """Chooses c per gated layer, of statistics of training forwards (see GatedNorm.fit).
 
-    c minimises E||h/r * gamma - c * h * gamma||^2 in a tapered layer, so c = E[||h*gamma||^2 / r] / E[||h*gamma||^2];
-    it is 1 / E[r] in a FakeNorm. Both expectations are averages over the steps of a window that ends at k_warmup and,
-    for FakeNorm, goes on to its last turn ('ema'), or of the last step alone ('one_batch'). 'none' keeps c = 1. Only
-    training forwards of these steps are recorded, so the rest of the warmup costs what the baseline costs.
+    tracked    TaperNorm: at step k_warmup of its batch, read by the weights that this step leaves (`measuring`); then c
+               follows an average over steps with a short memory for as long as the gate is open, and is frozen with it
+    ema        averages over the steps of a window that ends at k_warmup, where c is frozen
+    one_batch  the same of step k_warmup alone
+    none       c = 1
+
+    c of a FakeNorm is frozen at each of its turns, of an average over a window before k_warmup and on to the last turn.
+    Only training forwards are recorded, and none in the rest of the warmup, which costs what the baseline's costs.
     """
 
     def __init__(
         self, config: CalibrationConfig, k_warmup: int, norms: Mapping[str, GatedNorm], k_last: int | None = None
     ) -> None:
-        """`k_last`: the last step that a FakeNorm may need; None: k_warmup."""
-        if config.window is None:
-            raise ValueError("calibration.window is resolved by tapernorm.config.resolve")
+        """`config`: resolved. `k_last`: the last step with an open gate; None: k_warmup."""
+        if config.window is None or config.fit is None or config.decay is None:
+            raise ValueError("calibration is resolved by tapernorm.config.resolve")
         self.kind = config.kind
         self.k_warmup = k_warmup
-        self.window = 1 if config.kind == "one_batch" else config.window
         self.norms = dict(norms) if config.kind != "none" else {}
         self.tapers = {site: norm for site, norm in norms.items() if isinstance(norm, TaperNorm)}
         self.fakes = {site: norm for site, norm in norms.items() if isinstance(norm, FakeNorm)}
-        self.k_last = k_warmup if k_last is None or not self.fakes else k_last
+        for norm in self.tapers.values():
+            norm.fit = config.fit
+        self.tracks = config.kind == "tracked" and bool(self.tapers)
+        self.window = 0 if self.tracks else 1 if config.kind == "one_batch" else config.window
+        self.k_last = k_warmup if k_last is None or not (self.fakes or self.tracks) else k_last
         decay = 0.0 if config.kind == "one_batch" else config.decay
         self.averages = {site: Ema(decay) for site in self.norms}
+        self.kappa = 1.0
 
     def records(self, step: int) -> bool:
-        """Whether this step's forwards are to be recorded, and for that not compiled.
-
-        A FakeNorm's removals change the graph, so their steps count also where nothing is recorded (calibration=none).
-        """
+        """Whether this step's forwards are to be recorded."""
         return bool(self.norms or self.fakes) and self.k_warmup - self.window < step <= self.k_last
 
+    def runs_eager(self, step: int) -> bool:
+        """Whether this step must not be compiled, so that there is one graph per phase.
+
+        The graph of the taper records in every step. A FakeNorm's removals change the graph, so their steps count also
+        where nothing is recorded (calibration=none).
+        """
+        return self.records(step) and not self.tracks
+
     @contextmanager
-    def recording(self, step: int) -> Iterator[bool]:
-        """Around the training forwards of a step; yields whether they are recorded and folds them into the averages.
+    def recording(self, step: int) -> Iterator[None]:
+        """Around the training forwards of a step, whose statistics then enter the averages and, tracked, c.
 
         Every process records its own rows, as many as any other; the averages are over all of them.
 
         Nothing outside this context is ever recorded, so validation and probe forwards cannot enter.
         """
-        on = self.records(step)
+        with self._recorded(self.records(step)):
+            yield
+        if self.tracks and self.records(step):
+            for site, norm in self.tapers.items():
+                c = norm.fitted(self.averages[site].mean)
+                norm.c.copy_(torch.where(torch.isfinite(c), c, norm.c))
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around forwards over the batch of step k_warmup, after it: what a tracked c starts from."""
+        with self._recorded(self.tracks):
+            yield
+
+    @contextmanager
+    def _recorded(self, on: bool) -> Iterator[None]:
         for norm in self.norms.values():
             norm.recording = on
         try:
-            yield on
+            yield
         finally:
             for norm in self.norms.values():
                 norm.recording = False
@@ -112,8 +142,7 @@ class Calibration:
             parts = [f"{site} ({part})" for part in ("Q, K", "V")] if len(norm.turns) == 2 else [site]
             parts = parts[norm.removed : norm.turns_taken(gate)]
             if parts and site in self.averages:
-                numerator, denominator = self.averages[site].mean
-                norm.calibrate(numerator / denominator)
+                norm.calibrate(norm.fitted(self.averages[site].mean))
             going += parts
         return going
 
@@ -121,12 +150,10 @@ class Calibration:
         """Set c and gamma_t := gamma in every TaperNorm; returns c by site and says what is doubtful."""
         chosen = {}
         for site, norm in self.tapers.items():
-            c = 1.0
-            if site in self.averages:
-                numerator, denominator = self.averages[site].mean.tolist()
-                c = numerator / denominator
-            norm.calibrate(c)
-            chosen[site] = c
+            c = norm.fitted(self.averages[site].mean).item() if site in self.averages else 1.0
+            # Tracked statistics are of the rescaled stream.
+            chosen[site] = c if self.tracks or site not in self.averages else c * self.kappa
+            norm.calibrate(chosen[site])
         odd = {site: c for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]}
         if odd:
             listed = ", ".join(f"{site} {c:.3g}" for site, c in odd.items())
@@ -138,12 +165,63 @@ class Calibration:
             )
         return chosen
 
+    def rescaled(self, kappa: float) -> None:
+        """The stream has been divided by kappa (see `rescale`): so are the r that are on record."""
+        self.kappa = kappa
+        for site in self.fakes.keys() & self.averages.keys():
+            average = self.averages[site]
+            if average.value is not None:
+                average.value[1] /= kappa
+
     def state_dict(self) -> dict[str, Any]:
-        return {site: average.state_dict() for site, average in self.averages.items()}
+        return {site: average.state_dict() for site, average in self.averages.items()} | {"kappa": self.kappa}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self.kappa = state.get("kappa", 1.0)
         for site, average in self.averages.items():
             average.load_state_dict(state[site], device)
+
+
+# Everything that writes to the residual stream.
+WRITERS = ("embed.", "position_embed.", ".attn.out.", ".mlp.down.")
+
+
+def is_homogeneous(model: Decoder) -> bool:
+    """Whether every norm still divides by its input's scale, so that the stream's scale does not matter."""
+    return all(isinstance(norm, GatedNorm | nn.RMSNorm | nn.LayerNorm) for _, norm in model.norms())
+
+
+@torch.no_grad()
+def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> None:
+    """Divide the residual stream by kappa and leave the function as it is: the lever `calibration.level`.
+
+    The embeddings and the writers are divided by kappa, eps of every norm by kappa^2; where the head is tied, so that
+    it is divided too, the final norm's gain and bias are multiplied by kappa. A parameter times a has gradients over a:
+    Adam's moments go with them. From here on this equals multiplying the learning rate of embedding and writers by
+    kappa (their weight decay by 1/kappa) and dividing the final gain's by kappa, but for clipping and Adam's eps.
+    """
+    for name, parameter in model.named_parameters():
+        if name.startswith(WRITERS[:2]) or any(part in f".{name}" for part in WRITERS[2:]):
+            factor = 1.0 / kappa
+        elif name.startswith("final_norm.") and model.head is None:
+            factor = kappa
+        else:
+            continue
+        parameter.mul_(factor)
+        moments = optimizer.state.get(parameter, {})
+        for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            if moment in moments:
+                moments[moment].div_(factor**power)
+    set_eps(model, kappa)
+
+
+def set_eps(model: Decoder, kappa: float) -> None:
+    """Divide eps of every norm, and of the model's configuration, by kappa^2: r(h / kappa) is then r(h) / kappa."""
+    assert model.config.norm_eps is not None
+    model.config = dataclasses.replace(model.config, norm_eps=model.config.norm_eps / kappa**2)
+    for _, norm in model.norms():
+        if hasattr(norm, "eps"):
+            setattr(norm, "eps", model.config.norm_eps)  # noqa: B010  # what kind of norm it is does not matter
 
 
 def describe(chosen: Mapping[str, float]) -> list[str]:

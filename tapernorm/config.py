@@ -61,6 +61,7 @@ class ModelConfig:
         "random",
     )
     init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
+    embed_std: Annotated[float | None, Field(gt=0)] = meaning("the same of the token embedding; null: init_std", None)
 
     @property
     def n_head(self) -> int:
@@ -166,7 +167,9 @@ class AnchorConfig:
     batch_mean, FakeLN's, has no target to wait for and acts from the first step.
     """
 
-    kind: Literal["none", "fixed_target", "log_target", "mean_log", "batch_mean"] = meaning("which scale loss", "none")
+    kind: Literal["none", "fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"] = meaning(
+        "which scale loss", "none"
+    )
     weight: Annotated[float, Field(ge=0)] = meaning(
         "dimensionless strength: lambda * s_tgt^2 for fixed_target, lambda for the log forms", 1.0
     )
@@ -174,6 +177,7 @@ class AnchorConfig:
         "fixed_target only: lambda itself, instead of weight", None
     )
     spread_weight: Annotated[float, Field(ge=0)] = meaning("batch_mean only: lambda itself", 0.1)
+    z_weight: Annotated[float, Field(ge=0)] = meaning("z_loss only: lambda itself", 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -200,12 +204,26 @@ class GateConfig:
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class CalibrationConfig:
-    """How the per-layer scalar c (and the anchor's target) is estimated at the end of the warmup."""
+    """How the per-layer scalar c is chosen, and the level of the residual stream that it is chosen for."""
 
-    kind: Literal["ema", "one_batch", "none"] = meaning("ema over steps, the last step alone, or c = 1", "ema")
-    decay: Annotated[float, Field(ge=0, lt=1)] = meaning("EMA decay per optimizer step", 0.99)
+    kind: Literal["tracked", "ema", "one_batch", "none"] = meaning(
+        "tracked follows the stream until the gate has closed; ema and one_batch end at k_warmup; none is c = 1",
+        "tracked",
+    )
+    fit: Literal["least_squares", "inverse_mean", "log"] | None = meaning(
+        "what c stands in for 1/r by; null: log for tracked, else least_squares, as published", None
+    )
+    decay: Annotated[float | None, Field(ge=0, lt=1)] = meaning(
+        "EMA decay per optimizer step; null: 0.8 for tracked, else 0.99", None
+    )
     window: PositiveInt | None = meaning(
-        "steps before k_warmup that feed the EMA; null: half the warmup, at least 30, at most 1/(1-decay)", None
+        "ema and fake_ln: steps before k_warmup that feed it; null: half the warmup, at least 30, at most 1/(1-decay)",
+        None,
+    )
+    level: Annotated[float | None, Field(gt=0)] = meaning(
+        "scale of the residual stream before the final norm that it is brought to at k_warmup, the function unchanged; "
+        "null: as it is",
+        None,
     )
 
 
@@ -300,6 +318,18 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
+class MultipliersConfig:
+    """Per role of a parameter: its learning rate times m, its weight decay over m."""
+
+    embed: Annotated[float, Field(gt=0)] = meaning("embeddings, a tied head with them", 1.0)
+    writers: Annotated[float, Field(gt=0)] = meaning("projections that write to the residual stream", 1.0)
+    readers: Annotated[float, Field(gt=0)] = meaning("projections that read it, an untied head among them", 1.0)
+    gains: Annotated[float, Field(gt=0)] = meaning("gains and biases of the norms in the blocks", 1.0)
+    final_gain: Annotated[float, Field(gt=0)] = meaning("gain and bias of the final norm", 1.0)
+    after_step: NonNegativeInt = meaning("last step that they leave alone", 0)
+
+
+@dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class OptimConfig:
     """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
 
@@ -312,6 +342,7 @@ class OptimConfig:
     beta2: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta2", 0.95)
     eps: Annotated[float, Field(gt=0)] = meaning("AdamW's epsilon", 1e-8)
     clip: Annotated[float | None, Field(gt=0)] = meaning("largest gradient norm; null: no clipping", 1.0)
+    multipliers: MultipliersConfig = MultipliersConfig()
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -483,7 +514,7 @@ def resolve_horizons(config: Config) -> dict[str, int]:
         k_taper = max(round(gate.k_taper_share * steps), k_warmup + 1)
     window = calibration.window
     if window is None:
-        memory = math.ceil(1 / (1 - calibration.decay) - 1e-9)
+        memory = math.ceil(1 / (1 - _decay(calibration)) - 1e-9)
         window = min(max(30, math.ceil(k_warmup / 2)), max(memory, 30))
     return {
         "warmup_steps": lr_warmup,
@@ -492,6 +523,10 @@ def resolve_horizons(config: Config) -> dict[str, int]:
         "k_taper": k_taper,
         "window": min(window, max(k_warmup, 1)),
     }
+
+
+def _decay(calibration: CalibrationConfig) -> float:
+    return {"tracked": 0.8}.get(calibration.kind, 0.99) if calibration.decay is None else calibration.decay
 
 
 def resolve(config: Config, vocab_size: int | None = None) -> Config:
@@ -516,7 +551,12 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
             vocab_size=model.vocab_size or vocab_size,
         ),
         gate=replace(config.gate, k_warmup=horizons["k_warmup"], k_taper=horizons["k_taper"]),
-        calibration=replace(config.calibration, window=horizons["window"]),
+        calibration=replace(
+            config.calibration,
+            window=horizons["window"],
+            decay=_decay(config.calibration),
+            fit=config.calibration.fit or ("log" if config.calibration.kind == "tracked" else "least_squares"),
+        ),
         tokenizer=replace(
             config.tokenizer,
             vocab_size=(config.tokenizer.vocab_size or max(257, config.dataset.vocab_size))

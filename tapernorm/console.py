@@ -18,7 +18,7 @@ from tapernorm.device import autocast
 from tapernorm.generate import generate
 from tapernorm.schema import write_text
 from tapernorm.tracking import REPORT_FILE, Progress, clock
-from tapernorm.trainer import TrainingRun
+from tapernorm.trainer import TrainingRun, worst_mismatch
 
 
 def introduce(run: TrainingRun) -> None:
@@ -119,13 +119,16 @@ def conclude(run: TrainingRun) -> None:
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""
     loss = math.nan if run.val_loss is None else run.val_loss
     say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
-    drift = run.drift()
+    drift = run.last_probe.get("scale/drift")
     if drift is not None:
         say(
-            f"  residual scale {run.last_probe['scale/final_rms_mean']:.3g}, target {run.anchor.target:.3g} "
+            f"  residual scale {run.last_probe['scale/final_rms_mean']:.3g}, {run.level:.3g} at k_warmup "
             f"(drift {drift:+.2f}, the log of their ratio); logit norm {run.last_probe['logits/norm_mean']:.4g}; "
             f"gate {run.gate:.4g}; {run.tokens:,} tokens in {clock(run.seconds)}"
         )
+    closed, end = run.closed_mismatch, worst_mismatch(run.last_probe)
+    if closed is not None and end is not None:
+        say(f"  calib/mismatch, the worst ln(c r) of a tapered norm: {closed:.2f} at gate 0, {end:.2f} at the end")
     if run.config.report and (run.directory / REPORT_FILE).exists():
         say(f"charts: {run.directory / REPORT_FILE}")
     say("to evaluate it:")

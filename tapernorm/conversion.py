@@ -74,7 +74,7 @@ class HeldNorm(TaperNorm):
             self.__dict__["bias"] = None
         self.shift = spec.shift
         self.taper_weight = nn.Parameter(weight.detach() + spec.shift, requires_grad=False)
-        self.c, self.gate = self.c.to(weight.device), self.gate.to(weight.device)
+        self.c, self.gate, self.recorded = (buffer.to(weight.device) for buffer in (self.c, self.gate, self.recorded))
         self.trainable = weight.requires_grad
         self.mask: Tensor | None = None
 
@@ -101,8 +101,8 @@ class HeldNorm(TaperNorm):
         del self._parameters["taper_weight"]
         return self.original
 
-    def record(self, h: Tensor) -> None:
-        super().record(real_tokens(h, self.mask))
+    def record(self, x: Tensor, inverse: Tensor) -> None:
+        super().record(real_tokens(x, self.mask), real_tokens(inverse, self.mask))
 
 
 class HeldLN(HeldNorm, TaperLN):
@@ -361,9 +361,6 @@ class Tapering:
             raise RuntimeError("scale_loss: the last forward ran without gradients")
         anchor = ScaleAnchor(
             AnchorConfig(kind=kind, weight=weight),
-            k_warmup=0,
-            window=0,
-            decay=0.0,
             family=self.final_spec.family,
             eps=self.final_spec.eps,
         )
@@ -447,7 +444,7 @@ class Tapering:
         finally:
             for norm in self.norms.values():
                 norm.recording, norm.mask = False, None
-                norm.recorded, norm.recorded_rows = None, 0
+                norm.recorded.zero_()
 
     def _input(self) -> Tensor:
         if self._captured.value is None:
@@ -471,10 +468,9 @@ class Tapering:
             raise ValueError(f"the last norm that runs is {last}, not {self.final}: convert with final_norm={last!r}")
 
     def _choose(self, name: str, norm: HeldNorm) -> float:
-        if norm.recorded is None:
+        if not norm.recorded.any():
             raise ValueError(f"no batch reaches the norm {name}: leave it out of norms, or calibrate on other batches")
-        numerator, denominator = norm.take_statistics().tolist()
-        return numerator / denominator
+        return norm.fitted(norm.take_statistics()).item()
 
     def _refuse_open_gate(self) -> None:
         for name, norm in self.norms.items():

@@ -61,10 +61,11 @@ def margin_bound(logits: Tensor, targets: Tensor, radial: Tensor) -> float | Non
 
 
 @torch.no_grad()
-def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
+def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool = False) -> dict[str, float | None]:
     """The dynamics on one batch of ids (B, T), in float32: see docs/metrics.md for every name.
 
-    Scales in units of the residual stream, radial quantities in nats per e-fold of scale.
+    Scales in units of the residual stream, radial quantities in nats per e-fold of scale. `calibrated`: whether c has
+    been set, so that it can be held against the scales of now: the mismatch, mean_tokens ln(c s), is 0 where it fits.
     """
     config = model.config
     if config.norm_eps is None:
@@ -91,16 +92,19 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor) -> dict[str, float | 
         "radial/bound_ok": margin_bound(logits, targets, radial),
         "grad/final_hidden_norm": gradient_norm.mean().item(),
     }
+    tapers = model.taper_norms()
     for site, x in taps.items():
         scale = token_scale(x, config.norm_family, config.norm_eps).flatten()
         mean, p99 = scale.mean().item(), torch.quantile(scale, 0.99).item()
         metrics[f"scale/rms.{site}"] = mean
         metrics[f"scale/rms_p99.{site}"] = p99
+        if calibrated and site in tapers:
+            metrics[f"calib/mismatch.{site}"] = (tapers[site].c.log() + scale.log().mean()).item()
         if site == "final":
             metrics["scale/final_rms_mean"], metrics["scale/final_rms_p99"] = mean, p99
     for site, gated in model.gated_norms().items():
         metrics[f"calib/c.{site}"] = gated.c.item()
-    for site, norm in model.taper_norms().items():
+    for site, norm in tapers.items():
         metrics[f"taper/gain_rms.{site}"] = norm.taper_weight.square().mean().sqrt().item()
     return metrics
 

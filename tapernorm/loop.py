@@ -14,8 +14,8 @@ from tapernorm.config import Config, resolve
 from tapernorm.console import conclude, introduce
 from tapernorm.data import prepare
 from tapernorm.device import autocast, keep_freed_memory, pick_device
-from tapernorm.dynamics import UpdateRatio, probe
-from tapernorm.optim import clip_gradients, gradient_norm, learning_rate
+from tapernorm.dynamics import UpdateRatio
+from tapernorm.optim import clip_gradients, gradient_norm, set_learning_rates
 from tapernorm.tracking import Tracker
 from tapernorm.trainer import Divergence, TrainingRun
 
@@ -81,28 +81,22 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
     trainer, optim = run.config.trainer, run.config.optim
     for step in range(run.step + 1, trainer.max_steps + 1):
         run.enter(step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = learning_rate(step, optim)
+        set_learning_rates(run.optimizer, step, optim)
 
         micro = run.microbatches(step)
         level = run.batch_level(step, [x for x, _ in micro])
-        with run.calibration.recording(step) as recording:
-            # A recording step runs uncompiled, so that compilation sees one graph per phase.
-            compute = run.model.loss if recording else run.loss
+        compute = run.model.loss if run.calibration.runs_eager(step) else run.loss
+        with run.calibration.recording(step):
             for part, (x, y) in enumerate(micro):
                 run.seed_dropout(step, part)
                 with autocast(run.device, run.dtype):
                     loss, hidden = compute(x, y, run.log_scale)
-                total = loss
-                if run.anchor.active or run.anchor.records(step):
-                    scale = run.anchor.scale(hidden)
-                if run.anchor.active:
-                    aux = run.anchor.loss(scale, level)
-                    total = loss + aux
-                    run.interval["anchor"] += aux.detach() / len(micro)
-                    run.interval["force"] += run.anchor.force(scale, level) / len(micro)
-                if run.anchor.records(step):
-                    run.anchor.record(scale)
+                    total = loss
+                    if run.anchor.active:
+                        aux = run.anchor.loss(run.anchor.subject(hidden, run.model.readout), level)
+                        total = loss + aux
+                        run.interval["anchor"] += aux.detach() / len(micro)
+                        run.interval["force"] += run.anchor.force(aux, hidden) / len(micro)
                 (total / len(micro)).backward()
                 run.interval["loss"] += loss.detach() / len(micro)
         run.average_over_processes()
@@ -121,16 +115,13 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         run.finish_step(step)
         run.stop_if_not_finite(due or probing or saving or validating)
 
-        if run.anchor.records(step):
-            run.anchor.end_step()
-        if step == run.schedule.k_warmup:
-            tracker.log(step, run.calibrate())
         if due:
             tracker.log(step, run.training_metrics(step, norm, ratio))
+        if step == run.schedule.k_warmup:
+            tracker.log(step, run.calibrate())
         if probing:
             with run.untimed():
-                run.last_probe = probe(run.whole_model(), *run.probe_batch)
-                tracker.log(step, run.last_probe)
+                tracker.log(step, run.probe())
         run.show_progress()
         # Saved before validating: nothing that takes long stands between a step and its checkpoint.
         if saving:

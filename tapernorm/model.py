@@ -218,6 +218,8 @@ class Decoder(nn.Module):
             if parameter.dim() == 2:
                 is_writer = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 std = self.config.init_std * (writer_scale if is_writer else 1.0)
+                if name == "embed.weight":
+                    std = self.config.embed_std or std
                 nn.init.normal_(parameter, std=std, generator=generator)
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)

@@ -31,11 +31,16 @@ class GatedNorm(nn.Module):
     """A standard norm that the global gate g takes away: what TaperNorm and FakeNorm share, in RMSNorm's form.
 
     Shapes: h (..., D) -> (..., D). gamma (`weight`) is a per-feature gain, c a calibrated scalar (a buffer, never
-    trained): the least-squares stand-in for 1/r(h), r = sqrt(mean(h^2) + eps).
+    trained): the stand-in for 1/r(h), r = sqrt(mean(h^2) + eps). `fit` says what makes it a good one, over all tokens:
+
+        least_squares  E[p / r] / E[p], p = ||h*gamma||^2: the least E||h/r * gamma - c * h * gamma||^2
+        inverse_mean   1 / E[r]
+        log            exp(-E[ln r]): the mean of ln(c r) is 0, however far single tokens stick out
     """
 
     gate: Tensor
     c: Tensor
+    recorded: Tensor
     bias: nn.Parameter | None
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -47,9 +52,10 @@ class GatedNorm(nn.Module):
         self.register_buffer("c", torch.ones(()))
         # A tensor, so that a compiled graph does not depend on its value; a function of the step, so not saved.
         self.register_buffer("gate", torch.ones(()), persistent=False)
+        self.fit = "least_squares"
         self.recording = False
-        self.recorded: Tensor | None = None
-        self.recorded_rows = 0
+        # A buffer that forwards add to in place, so that a compiled graph can.
+        self.register_buffer("recorded", torch.zeros(2), persistent=False)
 
     def standard(self, h: Tensor) -> Tensor:
         """The norm that this layer starts as: (..., D) -> (..., D)."""
@@ -72,26 +78,40 @@ class GatedNorm(nn.Module):
         self.phase = phase
         self.gate.fill_(gate)
 
-    @torch.no_grad()
-    def record(self, h: Tensor) -> None:
-        """Add this microbatch's sums over tokens, in float32, whose quotient is c: see `statistics`."""
-        x = self.center(h.detach().float()).flatten(0, -2)
-        r = (x.square().mean(-1) + self.eps).sqrt()
-        sums = torch.stack([values.sum() for values in self.statistics(x, r)])
-        self.recorded = sums if self.recorded is None else self.recorded + sums
-        self.recorded_rows += x.shape[0]
+    def inverse_scale(self, x: Tensor) -> Tensor:
+        """1/r of centred inputs x (..., D), in float32: (..., 1)."""
+        return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
 
-    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
-        """Per token (N,), of centred inputs x (N, D) and their r (N,): numerator and denominator of c."""
-        raise NotImplementedError
+    @torch.no_grad()
+    def record(self, x: Tensor, inverse: Tensor) -> None:
+        """Add the sums over tokens that c is fitted to: of centred inputs x (..., D) and their 1/r (..., 1)."""
+        inverse = inverse.detach().squeeze(-1)
+        match self.fit:
+            case "least_squares":
+                weight = (x.detach().float() * self.gain().float()).square().sum(-1)
+                sums = [(weight * inverse).sum(), weight.sum()]
+            case "inverse_mean":
+                sums = [torch.ones_like(inverse).sum(), inverse.reciprocal().sum()]
+            case "log":
+                sums = [inverse.log().sum(), torch.ones_like(inverse).sum()]
+        self.recorded += torch.stack(sums)
+
+    def record_standard(self, h: Tensor) -> None:
+        """`record` while the standard norm runs, whose statistic is out of reach."""
+        if self.recording:
+            x = self.center(h.detach().float())
+            self.record(x, self.inverse_scale(x))
 
     def take_statistics(self) -> Tensor:
-        """(2,) means over the tokens recorded since the last call: numerator and denominator of c."""
-        if self.recorded is None:
-            raise RuntimeError("no forward pass was recorded: set recording = True before the step")
-        mean = self.recorded / self.recorded_rows
-        self.recorded, self.recorded_rows = None, 0
-        return mean
+        """(2,) what was recorded since the last call; `fitted` makes c of it, or of an average of several."""
+        sums = self.recorded.clone()
+        self.recorded.zero_()
+        return sums
+
+    def fitted(self, statistics: Tensor) -> Tensor:
+        """c (a scalar) for recorded statistics (2,)."""
+        quotient = statistics[0] / statistics[1]
+        return quotient.exp() if self.fit == "log" else quotient
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, phase={self.phase.value}"
@@ -129,13 +149,14 @@ class TaperNorm(GatedNorm):
 
     def forward(self, h: Tensor) -> Tensor:
         if self.phase is Phase.NORMALIZED:
-            if self.recording:
-                self.record(h)
+            self.record_standard(h)
             return self.standard(h)
         x = self.center(h)
         gain = self.end_gain()
         if self.phase is Phase.TAPERING:
-            inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+            inverse = self.inverse_scale(x)
+            if self.recording:
+                self.record(x, inverse)
             gain = self.gate * inverse * self.gain() + (1.0 - self.gate) * gain
         return x * gain if self.bias is None else torch.addcmul(self.bias, x, gain)
 
@@ -151,14 +172,9 @@ class TaperNorm(GatedNorm):
         self.weight.requires_grad_(phase is not Phase.TAPERED)
         self.taper_weight.requires_grad_(phase is not Phase.NORMALIZED)
 
-    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
-        """||h*gamma||^2 / r(h) and ||h*gamma||^2."""
-        power = (x * self.gain().float()).square().sum(-1)
-        return [power / r, power]
-
     @torch.no_grad()
     def calibrate(self, c: Tensor | float) -> None:
-        """Freeze c and start the linear branch from the trained gain: gamma_t := gamma."""
+        """Set c and start the linear branch from the trained gain: gamma_t := gamma."""
         self.c.fill_(c)
         self.taper_weight.copy_(self.gain())
 
@@ -185,11 +201,12 @@ class FakeNorm(GatedNorm):
     def __init__(self, dim: int, eps: float, turns: tuple[float, ...]) -> None:
         super().__init__(dim, eps)
         self.turns, self.removed = turns, 0
+        self.fit = "inverse_mean"
 
     def forward(self, h: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         done = self.removed == len(self.turns)
-        if self.recording and not done:
-            self.record(h)
+        if not done:
+            self.record_standard(h)
         if not self.removed:
             return self.standard(h)
         x, gain = self.center(h), self.end_gain()
@@ -206,10 +223,6 @@ class FakeNorm(GatedNorm):
     def set_gate(self, gate: float, phase: Phase) -> None:
         super().set_gate(gate, phase)
         self.removed = self.turns_taken(gate)
-
-    def statistics(self, x: Tensor, r: Tensor) -> list[Tensor]:
-        """1 and r(h)."""
-        return [torch.ones_like(r), r]
 
     @torch.no_grad()
     def calibrate(self, c: Tensor | float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import torch
@@ -11,16 +12,36 @@ from torch import Tensor, nn
 from tapernorm import dist
 from tapernorm.config import OptimConfig
 
+# What a parameter does, by the end of its name; the first that fits. The tied head is the embedding.
+ROLES = {
+    "embed": r"(^|\.)(position_)?embed\.weight$",
+    "writers": r"(attn\.out|mlp\.down)\.(weight|bias)$",
+    "final_gain": r"final_norm\.\w+$",
+    "gains": r"_norm\.\w+$",
+    "readers": "",
+}
+
+
+def role(name: str) -> str:
+    """The key of `optim.multipliers` that a parameter of this name follows."""
+    return next(role for role, pattern in ROLES.items() if re.search(pattern, name))
+
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; gamma_t stays out until `add_taper_gains`."""
+    """AdamW with weight decay on matrices only; gamma_t stays out until `add_taper_gains`.
+
+    Groups differ in weight decay and in the multiplier of the learning rate: see `set_learning_rates`.
+    """
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     named = [(name, p) for name, p in model.named_parameters() if not name.endswith("taper_weight")]
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
+        key = parameter.dim() >= 2, getattr(config.multipliers, role(name))
+        groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, "weight_decay": config.weight_decay * decays, "multiplier": factor}
+            for (decays, factor), members in groups.items()
+        ],
         lr=0.0,  # set by the loop before every step
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -28,11 +49,26 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
-def add_taper_gains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def add_taper_gains(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> None:
     """Let the optimizer train gamma_t, without decay and with fresh moments; called when the taper starts."""
-    gains = [p for name, p in model.named_parameters() if name.endswith("taper_weight")]
-    if gains:
-        optimizer.add_param_group({"params": gains, "weight_decay": 0.0})
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("taper_weight"):
+            groups.setdefault(getattr(config.multipliers, role(name)), []).append(parameter)
+    for factor, gains in groups.items():
+        optimizer.add_param_group({"params": gains, "weight_decay": 0.0, "multiplier": factor})
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: OptimConfig) -> None:
+    """Before a step: lr(k) * m in every group, its weight decay over m, as AdamW takes off their product.
+
+    m is the group's multiplier, 1 up to step `optim.multipliers.after_step`.
+    """
+    for group in optimizer.param_groups:
+        factor = group.get("multiplier", 1.0) if step > config.multipliers.after_step else 1.0
+        group["lr"] = learning_rate(step, config) * factor
+        if group["weight_decay"]:
+            group["weight_decay"] = config.weight_decay / factor
 
 
 def drop_state_of_frozen(optimizer: torch.optim.Optimizer) -> None:

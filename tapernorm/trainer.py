@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from torch import Tensor
 from tapernorm import checkpoint as checkpoints
 from tapernorm import dist, pretrained
 from tapernorm.anchor import ScaleAnchor
-from tapernorm.calibration import Calibration, describe
+from tapernorm.calibration import DOUBTFUL_MISMATCH, Calibration, describe, is_homogeneous, rescale, set_eps
 from tapernorm.config import Config
 from tapernorm.data import Batches, Prepared, validation_windows
 from tapernorm.device import autocast, pick_dtype
-from tapernorm.dynamics import UpdateRatio, first_nonfinite
+from tapernorm.dynamics import UpdateRatio, first_nonfinite, probe
 from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.model import Decoder, build_model
@@ -41,6 +42,8 @@ COUNTERS = (
     "best_saved_step",
     "val_loss",
     "last_loss",
+    "level",
+    "closed_mismatch",
 )
 # What training.pt holds.
 STATE = ("optimizer", "calibration", "anchor", "interval", "counters", "rng", "cuda_rng", "probe", "tracker")
@@ -64,7 +67,6 @@ class TrainingRun:
         self, config: Config, directory: Path, data: Prepared, device: torch.device, say: Callable[[str], None]
     ) -> None:
         trainer, model_config = config.trainer, config.model
-        assert config.gate.k_warmup is not None and config.calibration.window is not None
         assert model_config.norm_eps is not None
         self.config, self.directory, self.data, self.device = config, directory, data, device
         self._say = say
@@ -84,8 +86,6 @@ class TrainingRun:
         self.anchor = ScaleAnchor(
             config.anchor,
             k_warmup=self.schedule.k_warmup,
-            window=config.calibration.window,
-            decay=config.calibration.decay,
             family=model_config.norm_family,
             eps=model_config.norm_eps,
         )
@@ -110,6 +110,9 @@ class TrainingRun:
         self.first_bad = torch.zeros((), dtype=torch.int64, device=device)
         self.last_loss: float | None = None
         self.last_probe: dict[str, float | None] = {}
+        self.level: float | None = None  # of the residual stream on the probe batch at k_warmup
+        self.closed_mismatch: float | None = None  # the worst one at the first step with gate 0
+        self.warned = False
         self.tokens_per_s = 0.0
         self.interval_start: tuple[float, int] | None = None
         self.wandb_state: dict[str, Any] | None = None
@@ -139,7 +142,7 @@ class TrainingRun:
         if not self.sharded:
             return self.model
         with self.device:
-            copy = Decoder(self.config.model, self.config.norm)
+            copy = Decoder(self.model.config, self.config.norm)
         there = zip(
             [*copy.parameters(), *copy.buffers()], [*self.model.parameters(), *self.model.buffers()], strict=True
         )
@@ -167,7 +170,7 @@ class TrainingRun:
     def enter_phase(self, phase: Phase) -> None:
         """gamma_t joins the optimizer when the taper starts; gamma's moments go when it ends."""
         if self.phase is Phase.NORMALIZED:
-            add_taper_gains(self.optimizer, self.model)
+            add_taper_gains(self.optimizer, self.model, self.config.optim)
         if phase is Phase.TAPERED:
             drop_state_of_frozen(self.optimizer)
         self.phase = phase
@@ -251,17 +254,46 @@ class TrainingRun:
         self.interval["steps"] += 1
 
     def calibrate(self) -> dict[str, float]:
-        """After step k_warmup: c and gamma_t of every tapered layer, the scale target and lambda."""
+        """After step k_warmup: the level of the stream, c and gamma_t of every tapered layer, s_tgt and lambda."""
+        if (wanted := self.config.calibration.level) is not None:
+            if is_homogeneous(self.model):
+                self.rescale(self.mean_scale() / wanted)
+            else:
+                self.say(
+                    f"calibration.level={wanted:g}: not for norm={self.config.norm.name}; the stream stays as it is"
+                )
+        with self.calibration.measuring():
+            self.anchor.set_target(self.mean_scale())
         chosen = self.calibration.finish(self.say)
-        self.anchor.freeze()
-        if self.calibration.tapers and self.calibration.norms:
-            self.say(f"calibrated after step {self.step} on a window of {self.calibration.window} steps")
-        else:
-            self.say(f"end of the warmup, step {self.step}: the scale target is frozen")
+        how = f" ({self.calibration.kind})" if chosen else ""
+        self.say(
+            f"end of the warmup, step {self.step}: calibrated{how}"
+            if chosen
+            else f"end of the warmup, step {self.step}"
+        )
         for line in [*describe(chosen), self.anchor.describe()]:
             self.say(line)
         assert self.anchor.target is not None
         return {"scale/target": self.anchor.target, "anchor/lambda": self.anchor.strength}
+
+    @torch.no_grad()
+    def mean_scale(self) -> float:
+        """Mean over the tokens of this step's batch of s(h_L), by training forwards with the weights of now."""
+        scales = []
+        for part, (x, y) in enumerate(self.microbatches(self.step)):
+            self.seed_dropout(self.step, part)
+            with autocast(self.device, self.dtype):
+                scales.append(self.anchor.scale(self.model.loss(x, y)[1]).mean())
+        mean = torch.stack(scales).mean()
+        dist.average([mean])
+        return mean.item()
+
+    def rescale(self, kappa: float) -> None:
+        """Divide the residual stream by kappa, the function unchanged."""
+        rescale(self.model, self.optimizer, kappa)
+        self.calibration.rescaled(kappa)
+        self.anchor.eps /= kappa**2
+        self.say(f"step {self.step}: the residual stream is divided by {kappa:.4g}; the function stays the same")
 
     # --------------------------------------------------------------------------------------------------- observations
 
@@ -298,6 +330,29 @@ class TrainingRun:
         self.interval = self.fresh_interval()
         self.log_scale.grad = None
         self.interval_start = time.perf_counter(), self.tokens
+        return metrics
+
+    def probe(self) -> dict[str, float | None]:
+        """The dynamics on the probe batch, the drift since k_warmup, and a warning where c does not fit any more."""
+        calibrated = 0 < self.schedule.k_warmup <= self.step
+        metrics = probe(self.whole_model(), *self.probe_batch, calibrated=calibrated)
+        level = metrics["scale/final_rms_mean"]
+        assert level is not None
+        if self.step == self.schedule.k_warmup:
+            self.level = level
+        if self.level and level > 0:
+            metrics["scale/drift"] = math.log(level / self.level)
+        self.last_probe = metrics
+        worst = worst_mismatch(metrics)
+        if self.step == self.schedule.first_tapered_step:
+            self.closed_mismatch = worst
+        if worst is not None and worst > DOUBTFUL_MISMATCH and 0 < self.gate < 1 and not self.warned:
+            self.warned = True
+            remedy = "a lower optim.lr or a later gate.k_taper" if self.calibration.tracks else "calibration=tracked"
+            self.say(
+                f"warning: step {self.step}, gate {self.gate:.3g}: c is off by a factor of {math.exp(worst):.2f} "
+                f"(calib/mismatch); {remedy} may help"
+            )
         return metrics
 
     @contextmanager
@@ -359,7 +414,7 @@ class TrainingRun:
                 self.step,
                 model=weights,
                 training=training,
-                config=self.config,
+                config=dataclasses.replace(self.config, model=self.model.config),  # eps may have been rescaled
                 tokenizer=self.data.tokenizer,
                 meta={
                     "gate": self.gate,
@@ -395,7 +450,7 @@ class TrainingRun:
         checkpoints.load_weights(self.model, path)
         self.set_up()
         for name in COUNTERS:
-            setattr(self, name, state["counters"][name])
+            setattr(self, name, state["counters"].get(name))  # an older version had fewer
         phase = self.schedule.phase(self.step) if self.step else Phase.NORMALIZED
         self.gate = self.schedule.value(self.step)
         self.model.set_gate(self.gate, phase)
@@ -406,7 +461,9 @@ class TrainingRun:
             moments |= {name: dist.share_of(moment, parameters[index]) for name, moment in moments.items()}
         self.optimizer.load_state_dict(state["optimizer"])
         self.calibration.load_state_dict(state["calibration"], self.device)
-        self.anchor.load_state_dict(state["anchor"], self.device)
+        self.anchor.load_state_dict(state["anchor"])
+        self.anchor.eps /= self.calibration.kappa**2
+        set_eps(self.model, self.calibration.kappa)
         radial = state["interval"].pop("radial")
         self.log_scale.grad = None if radial is None else radial.to(self.device)
         saved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
@@ -496,12 +553,14 @@ class TrainingRun:
             "parameters": self.model.n_parameters(),
             "train_seconds": round(self.seconds, 3),  # without validation, probing and saving; over all resumes
             "scale_target": self.anchor.target,
-            "drift": self.drift(),
+            "drift": self.last_probe.get("scale/drift"),
+            "mismatch": {"gate_0": self.closed_mismatch, "end": worst_mismatch(self.last_probe)},
             "c": {site: norm.c.item() for site, norm in self.model.gated_norms().items()},
             "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
         }
 
-    def drift(self) -> float | None:
-        """ln of the probe's residual scale over the target: e-folds of logit chasing since the calibration."""
-        scale = self.last_probe.get("scale/final_rms_mean")
-        return math.log(scale / self.anchor.target) if scale and self.anchor.target else None
+
+def worst_mismatch(metrics: Mapping[str, float | None]) -> float | None:
+    """The largest |calib/mismatch| of a probe; None where there is none."""
+    found = [abs(value) for name, value in metrics.items() if name.startswith("calib/mismatch.") and value is not None]
+    return max(found, default=None)

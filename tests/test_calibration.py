@@ -36,14 +36,15 @@ def least_squares_c(rows: list[tuple[np.ndarray, np.ndarray, float]], eps: float
 def test_c_is_the_weighted_least_squares_solution(kind: str, family: str, microbatches: int) -> None:
     eps = 1e-6
     norm = {"rms": TaperNorm, "layer": TaperLN}[family](D, eps)
-    config = CalibrationConfig(kind=kind, decay=DECAY, window=WINDOW)
+    config = CalibrationConfig(kind=kind, decay=DECAY, window=WINDOW, fit="least_squares")
     calibration = Calibration(config, K_WARMUP, {"0.attn": norm})
     generator = torch.Generator().manual_seed(1)
     recorded = []
     for step in range(1, STEPS + 1):
         norm.weight.data = 1 + 0.4 * torch.randn(D, generator=generator)  # the optimizer moves gamma between steps
         h = (0.2 + step) * torch.randn(30, D, generator=generator) * torch.rand(30, 1, generator=generator)
-        with calibration.recording(step) as on:
+        on = calibration.records(step)
+        with calibration.recording(step):
             for part in h.chunk(microbatches):
                 norm(part.unsqueeze(0))
         norm(100 * h)  # a validation forward in the same step: never enters
@@ -62,7 +63,7 @@ def test_c_is_the_weighted_least_squares_solution(kind: str, family: str, microb
 def test_calibration_none_keeps_c_at_one_and_records_nothing() -> None:
     norm = TaperNorm(D, 1e-6)
     norm.weight.data.fill_(1.5)
-    calibration = Calibration(CalibrationConfig(kind="none", window=5), 9, {"final": norm})
+    calibration = Calibration(CalibrationConfig(kind="none", window=5, decay=0.99, fit="log"), 9, {"final": norm})
     assert not any(calibration.records(step) for step in range(1, 20))
     assert calibration.finish(lambda line: None) == {"final": 1.0}
     assert torch.equal(norm.taper_weight, norm.weight)
@@ -79,7 +80,9 @@ def test_ema_is_bias_corrected() -> None:
 def test_doubtful_calibrations_are_said() -> None:
     said: list[str] = []
     norm = TaperNorm(D, 1e-6)
-    calibration = Calibration(CalibrationConfig(window=2), 2, {"0.mlp": norm})
+    calibration = Calibration(
+        CalibrationConfig(kind="ema", window=2, decay=0.99, fit="least_squares"), 2, {"0.mlp": norm}
+    )
     for step in (1, 2):
         with calibration.recording(step):
             norm(1e-3 * torch.randn(1, 8, D))
