@@ -1,18 +1,16 @@
-"""The per-layer scalars c: what they are fitted to, when they are set, and the rescaling of the stream before that."""
+"""The per-layer scalars c: what they are fitted to, and when they are set."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapernorm import dist
 from tapernorm.config import CalibrationConfig
-from tapernorm.model import Decoder
 from tapernorm.norms import FakeNorm, GatedNorm, TaperNorm
 
 PLAUSIBLE_C = (0.02, 50.0)
@@ -166,7 +164,7 @@ class Calibration:
         return chosen
 
     def rescaled(self, kappa: float) -> None:
-        """The stream has been divided by kappa (see `rescale`): so are the r that are on record."""
+        """The stream has been divided by kappa (see optim.rescale): so are the r that are on record."""
         self.kappa = kappa
         for site in self.fakes.keys() & self.averages.keys():
             average = self.averages[site]
@@ -180,48 +178,6 @@ class Calibration:
         self.kappa = state.get("kappa", 1.0)
         for site, average in self.averages.items():
             average.load_state_dict(state[site], device)
-
-
-# Everything that writes to the residual stream.
-WRITERS = ("embed.", "position_embed.", ".attn.out.", ".mlp.down.")
-
-
-def is_homogeneous(model: Decoder) -> bool:
-    """Whether every norm still divides by its input's scale, so that the stream's scale does not matter."""
-    return all(isinstance(norm, GatedNorm | nn.RMSNorm | nn.LayerNorm) for _, norm in model.norms())
-
-
-@torch.no_grad()
-def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> None:
-    """Divide the residual stream by kappa and leave the function as it is: the lever `calibration.level`.
-
-    The embeddings and the writers are divided by kappa, eps of every norm by kappa^2; where the head is tied, so that
-    it is divided too, the final norm's gain and bias are multiplied by kappa. A parameter times a has gradients over a:
-    Adam's moments go with them. From here on this equals multiplying the learning rate of embedding and writers by
-    kappa (their weight decay by 1/kappa) and dividing the final gain's by kappa, but for clipping and Adam's eps.
-    """
-    for name, parameter in model.named_parameters():
-        if name.startswith(WRITERS[:2]) or any(part in f".{name}" for part in WRITERS[2:]):
-            factor = 1.0 / kappa
-        elif name.startswith("final_norm.") and model.head is None:
-            factor = kappa
-        else:
-            continue
-        parameter.mul_(factor)
-        moments = optimizer.state.get(parameter, {})
-        for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            if moment in moments:
-                moments[moment].div_(factor**power)
-    set_eps(model, kappa)
-
-
-def set_eps(model: Decoder, kappa: float) -> None:
-    """Divide eps of every norm, and of the model's configuration, by kappa^2: r(h / kappa) is then r(h) / kappa."""
-    assert model.config.norm_eps is not None
-    model.config = dataclasses.replace(model.config, norm_eps=model.config.norm_eps / kappa**2)
-    for _, norm in model.norms():
-        if hasattr(norm, "eps"):
-            setattr(norm, "eps", model.config.norm_eps)  # noqa: B010  # what kind of norm it is does not matter
 
 
 def describe(chosen: Mapping[str, float]) -> list[str]:

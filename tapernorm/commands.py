@@ -42,6 +42,11 @@ class EvaluateConfig:
     fold_gains: bool = meaning(
         "fold the gains of the norms that stay, too, which unties a tied head if the final norm stays", True
     )
+    fold_table: bool = meaning(
+        "make a standard norm of 0.attn, which with rotary positions reads the token alone, a table of vocabulary x "
+        "width; implies fold",
+        False,
+    )
     save_folded: str | None = meaning("new directory for the folded model as a checkpoint; implies fold", None)
     out: str | None = meaning(
         "where to write the result as JSON; null: evaluation.json in the run, or comparison.json above several", None
@@ -78,6 +83,11 @@ class ExportConfig:
     )
     dtype: Literal["float32", "bfloat16", "float16"] = meaning("of the weights", "float32")
     fold_gains: bool = meaning("tapernorm: fold the gains of the norms that stay, too, which may untie the head", False)
+    fold_table: bool = meaning(
+        "tapernorm: make a standard norm of 0.attn, which with rotary positions reads the token alone, a table of "
+        "vocabulary x width",
+        False,
+    )
     tokens: PositiveInt = meaning("tokens to certify on, at least one context", 1024)
 
 

@@ -13,8 +13,23 @@ from tapernorm.checkpoint import run_directory
 from tapernorm.losses import Losses, difference
 from tapernorm.table import print_table
 
-COLUMNS = ("checkpoint", "norm", "step", "loss", "median", "p99", "p99.9", "max", "bits/byte", "difference (95 %)")
-FORMATS = dict.fromkeys(("median", "p99", "p99.9", "max"), "{:.4g}")
+COLUMNS = (
+    "checkpoint",
+    "norm",
+    "step",
+    "loss",
+    "T*",
+    "loss at T*",
+    "median",
+    "p99",
+    "p99.9",
+    "max",
+    "bits/byte",
+    "difference (95 %)",
+    "difference at T*",
+)
+FORMATS = dict.fromkeys(("T*", "median", "p99", "p99.9", "max"), "{:.4g}") | {"loss at T*": "{:.4f}"}
+TEMPERATURE = "; T*: the temperature of all logits at which the loss is smallest"
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ def compare(models: Sequence[Measured], say: Callable[[str], None] = print) -> N
         say(remark)
     say(
         "loss in nats/token ± standard error over documents; difference to the first row, paired by document, "
-        "in nats/token unless another unit is named"
+        f"in nats/token unless another unit is named{TEMPERATURE}"
     )
 
 
@@ -58,7 +73,8 @@ def compare_on(
     """
     remarks = {f"{name}: {remark}": None for name, models in texts.items() for remark in _pair(models)}
     several = any(len(models) > 1 for models in texts.values())
-    shown = ("loss", "median", "99.9 %", "max", "tokens", *(["difference (95 %)"] if several else []))
+    differences = ("difference (95 %)", "difference at T*") if several else ()
+    shown = ("loss", "loss at T*", "median", "99.9 %", "max", "tokens", *differences)
     columns = ["checkpoint", "norm", "step", *(f"{name}/{number}" for name in texts for number in shown)]
     # the name of a text stands above the first of its columns
     headings = {
@@ -66,7 +82,7 @@ def compare_on(
     }
     headings |= {column: f"\n{column}" for column in columns[:3]}
     formats = {f"{name}/{number}": "{:.4g}" for name in texts for number in ("median", "99.9 %", "max")}
-    formats |= {f"{name}/tokens": "{:,}" for name in texts}
+    formats |= {f"{name}/tokens": "{:,}" for name in texts} | {f"{name}/loss at T*": "{:.4f}" for name in texts}
     rows = []
     for number, model in enumerate(next(iter(texts.values()))):
         row = {column: model.report[{"checkpoint": "label"}.get(column, column)] for column in columns[:3]}
@@ -84,6 +100,7 @@ def compare_on(
     say(
         "loss in nats/token ± standard error over documents"
         + ("; difference to the first row, paired by document, in nats/token unless another unit is named" * several)
+        + TEMPERATURE
     )
 
 
@@ -96,6 +113,9 @@ def _pair(models: Sequence[Measured]) -> list[str]:
         if isinstance(found, str):
             remarks[f"{model.report['label']}: not compared with {baseline.report['label']}: {found}"] = None
             found = {"not_compared": found}
+        else:
+            best, base = model.losses.at_best, baseline.losses.at_best
+            found["at_best_temperature"] = difference(best, base) if best and base else None
         model.report["versus_baseline"] = found
     for model in models:
         if model.report["nonfinite"]:
@@ -114,12 +134,15 @@ def _row(report: dict[str, Any]) -> dict[str, Any]:
         "norm": report["norm"],
         "step": report["step"],
         "loss": plus_minus(report["loss"], report["loss_se"]),
+        "T*": report["best_temperature"],
+        "loss at T*": report["loss_best_temperature"],
         "median": report["median"],
         "p99": report["p99"],
         "p99.9": report["p99_9"],
         "max": report["max"],
         "bits/byte": plus_minus(report["bits_per_byte"], report["bits_per_byte_se"]),
         "difference (95 %)": _interval(report.get("versus_baseline")),
+        "difference at T*": _interval(report.get("versus_baseline", {}).get("at_best_temperature")),
     }
 
 
@@ -127,11 +150,13 @@ def _columns(report: Mapping[str, Any]) -> dict[str, Any]:
     """What is shown of one of several texts."""
     return {
         "loss": plus_minus(report["loss"], report["loss_se"]),
+        "loss at T*": report["loss_best_temperature"],
         "median": report["median"],
         "99.9 %": report["p99_9"],
         "max": report["max"],
         "tokens": report["tokens"],
         "difference (95 %)": _interval(report.get("versus_baseline")),
+        "difference at T*": _interval(report.get("versus_baseline", {}).get("at_best_temperature")),
     }
 
 

@@ -71,8 +71,8 @@ class ModelConfig:
 # ---------------------------------------------------------------------------------------------------------------- norm
 
 SITES_MEANING = (
-    "which norms: 'attn', 'mlp' (in every block), 'final', or with block numbers: '0.attn', '2-5.mlp'; "
-    "the others stay standard"
+    "which norms: 'attn', 'mlp' (in every block), 'final', or with block numbers: '0.attn', '2-5.mlp', "
+    "'1-.attn' (to the last block); the others stay standard"
 )
 
 
@@ -148,6 +148,7 @@ class FoldedNormConfig:
     name: str = meaning("label in tables and directory names", "folded")
     source: Annotated[NormConfig, Field(discriminator="kind")] = meaning("the norm that the model was trained with")
     gains: bool = meaning("standard norms are folded too: their statistic stays, without a gain", True)
+    table: bool = meaning("0.attn's norm is a table by token id", False)
 
     @property
     def sites(self) -> tuple[str, ...]:

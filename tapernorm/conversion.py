@@ -19,6 +19,7 @@ See docs/convert.md.
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.anchor import ScaleAnchor, token_scale
-from tapernorm.calibration import PLAUSIBLE_C
+from tapernorm.calibration import PLAUSIBLE_C, Ema
 from tapernorm.config import AnchorConfig
 from tapernorm.fold import absorb
 from tapernorm.gate import Phase
@@ -46,6 +47,8 @@ LOW_PRECISION_TOLERANCE = 5e-2
 Forward = Callable[[Any], Any]
 ScaleLoss = Literal["fixed_target", "log_target", "mean_log"]
 SCALE_LOSSES = get_args(ScaleLoss)
+Fit = Literal["log", "inverse_mean", "least_squares"]
+FITS = get_args(Fit)
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
@@ -74,9 +77,9 @@ class HeldNorm(TaperNorm):
             self.__dict__["bias"] = None
         self.shift = spec.shift
         self.taper_weight = nn.Parameter(weight.detach() + spec.shift, requires_grad=False)
-        self.c, self.gate, self.recorded = (buffer.to(weight.device) for buffer in (self.c, self.gate, self.recorded))
+        self.c, self.gate, self.recorded = (b.to(weight.device) for b in (self.c, self.gate, self.recorded))
         self.trainable = weight.requires_grad
-        self.mask: Tensor | None = None
+        self.padding = Padding()
 
     def forward(self, h: Tensor) -> Tensor:
         out = super().forward(h)
@@ -102,25 +105,60 @@ class HeldNorm(TaperNorm):
         return self.original
 
     def record(self, x: Tensor, inverse: Tensor) -> None:
-        super().record(real_tokens(x, self.mask), real_tokens(inverse, self.mask))
+        # At gate 1 calibrate looks; below it c follows what trains, and no evaluation.
+        if self.phase is Phase.NORMALIZED or (self.training and torch.is_grad_enabled()):
+            super().record(x, inverse)
+
+    def per_token(self, x: Tensor, inverse: Tensor) -> list[Tensor]:
+        pair, mask = super().per_token(x, inverse), self.padding.mask
+        if mask is None:
+            return pair
+        real = over_tokens(mask, inverse)
+        if real is None and self.phase is Phase.NORMALIZED:
+            raise ValueError(misaligned(mask, inverse))
+        # Not by index, so that it compiles and waits for no device. What is recomputed in backward may be of an earlier
+        # batch than the mask: left out where it shows.
+        return [values.new_zeros(()) if real is None else torch.where(real, values, 0.0) for values in pair]
 
 
 class HeldLN(HeldNorm, TaperLN):
     """HeldNorm for a LayerNorm: centres, and has a beta if the original has one."""
 
 
-def real_tokens(h: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows (N, ..., D) of h (B, T, ..., D) or (B * T, D) at which mask (B, T) is not 0; h itself without a mask.
+class Padding:
+    """A forward pre-hook that keeps the `attention_mask` (B, T) that the model is given: 0 where a token is padding."""
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        mask = padding_mask(kwargs)
+        if mask is not None or module.training:  # calibrate may know a batch's mask that its model does not take
+            self.mask = mask
+
+
+def over_tokens(mask: Tensor, values: Tensor) -> Tensor | None:
+    """The mask (B, T), bool, so that it broadcasts to values (B, T, ...) or (B * T); None where it fits neither."""
+    if values.shape[:2] == mask.shape:
+        return mask.bool().view(*mask.shape, *(1,) * (values.dim() - 2))
+    return mask.bool().flatten() if values.shape == (mask.numel(),) else None
+
+
+def misaligned(mask: Tensor, values: Tensor) -> str:
+    return f"a mask {tuple(mask.shape)} does not line up with tokens {tuple(values.shape)}: use unpadded batches"
+
+
+def real_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
+    """The values (B, T, ...) or (B * T) of the tokens at which mask (B, T) is not 0, in one dimension.
 
     Raises ValueError where the shapes do not line up.
     """
     if mask is None:
-        return h
-    if h.shape[:2] == mask.shape:
-        return h[mask.bool()]
-    if h.dim() == 2 and h.shape[0] == mask.numel():
-        return h[mask.flatten().bool()]
-    raise ValueError(f"a mask {tuple(mask.shape)} does not line up with tokens {tuple(h.shape)}: use unpadded batches")
+        return values.flatten()
+    real = over_tokens(mask, values)
+    if real is None:
+        raise ValueError(misaligned(mask, values))
+    return values[real.expand_as(values)]
 
 
 def replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -144,10 +182,23 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
+def several(batches: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(batches, Mapping | Tensor):
+        raise TypeError("batches is one batch: pass several, [batch] for example")
+    return batches
+
+
 def padding_mask(batch: Any) -> Tensor | None:
     """The batch's `attention_mask` if it is (B, T): 0 where a token is padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def over_processes(sums: Tensor) -> Tensor:
+    """The sums over all processes of torch.distributed, in place."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(sums)
+    return sums
 
 
 @contextmanager
@@ -267,7 +318,7 @@ class Tapering:
     """The tapered norms of a converted model: calibrate, close the gate, hold the scale, fold.
 
     norms: name -> tapered layer.  left_alone: name -> why that norm was not tapered.  final: the name of the norm in
-    front of the head.  target: the frozen scale s_tgt of the residual stream there, None before calibration.
+    front of the head.  target: the scale s_tgt of the residual stream there, None before calibration.
     """
 
     def __init__(
@@ -277,9 +328,13 @@ class Tapering:
         self.final, self.final_spec = final, spec
         self.gate = 1.0
         self.target: float | None = None
-        self._captured = Capture()
+        self._average: Ema | None = None  # of ln c (L,), one per norm, if c is tracked
+        self._captured, self._padding = Capture(), Padding()
         self._example: tuple[Any, Forward | None] | None = None
         model.get_submodule(final).register_forward_pre_hook(self._captured)
+        model.register_forward_pre_hook(self._padding, with_kwargs=True)
+        for norm in norms.values():
+            norm.padding = self._padding
 
     def taper_parameters(self) -> list[nn.Parameter]:
         """gamma_t of every tapered norm: new parameters, for an optimizer that was made before; no weight decay."""
@@ -288,53 +343,113 @@ class Tapering:
     def set_gate(self, gate: float) -> None:
         """Set the one gate g: 1 is the original norm, 0 the linear map, and what lies between the mixture.
 
+        Call it once before every optimizer step, in every process: what the training forwards since the last call have
+        read at an open gate enters the average that a tracked c follows.
+
         Raises ValueError for a gate outside 0 to 1, RuntimeError below 1 before calibration.
         """
         if not 0.0 <= gate <= 1.0:
             raise ValueError(f"gate {gate}: it must lie within 0 and 1")
         if gate < 1.0 and self.target is None:
             raise RuntimeError(f"gate {gate}: call calibrate before the gate leaves 1")
+        if self._average is not None and 0.0 < self.gate < 1.0:
+            self._follow(self._average)
         self.gate = gate
         phase = Phase.NORMALIZED if gate == 1.0 else Phase.TAPERED if gate == 0.0 else Phase.TAPERING
         for norm in self.norms.values():
             norm.set_gate(gate, phase)
+            norm.recording = self._average is not None and phase is Phase.TAPERING
 
-    def calibrate(self, batches: Iterable[Any], forward: Forward | None = None) -> dict[str, float]:
-        """c = E[||h*gamma||^2 / r] / E[||h*gamma||^2] per norm, gamma_t := gamma, s_tgt = E[s(h_L)]; returns c by name.
+    def calibrate(
+        self,
+        batches: Iterable[Any],
+        forward: Forward | None = None,
+        *,
+        fit: Fit = "log",
+        tracked: bool = True,
+        decay: float = 0.8,
+    ) -> dict[str, float]:
+        """Choose c per norm, gamma_t := gamma, and s_tgt, the level of the stream now; returns c by name.
 
-        The least squares of ||h/r * gamma - c * h * gamma||^2 over all tokens of the batches (for LayerNorm: of the
-        centred h and sigma), float32, in eval mode without gradients. A batch goes to `forward` or, as a mapping to
-        model(**batch), as a tuple to model(*batch), else to model(batch); an `attention_mask` (B, T) in it leaves its
-        padding out. Nothing is averaged over processes.
+        fit            c                                        s_tgt
+        log            exp(-E[ln r])                            exp(E[ln s])    the mean of ln(c r) is 0
+        inverse_mean   1 / E[r]                                 E[s]
+        least_squares  E[||h*gamma||^2 / r] / E[||h*gamma||^2]  E[s]            the least ||h/r*gamma - c*h*gamma||^2
 
-        Raises RuntimeError while the gate is not 1, ValueError for norms that no batch reaches and for a final norm
-        that is not the last one that runs.
+        over all tokens of the batches (for LayerNorm: of the centred h and sigma), s = s(h_L), float32, in eval mode
+        without gradients. least_squares, the published fit, weighs a token by its power: one in 1,024 at 30 times the
+        scale of the others, as GPT-2's first position is, halves c for these.
+
+        With `tracked` (ours), c goes on to follow its statistic in training forwards for as long as 0 < gate < 1: the
+        average of ln c over steps with this decay, of which the calibration is the first. It freezes when the gate
+        closes. A step whose statistic is not finite, or of zeros, leaves it where it is.
+
+        A batch goes to `forward` or, as a mapping to model(**batch), as a tuple to model(*batch), else to model(batch).
+        An `attention_mask` (B, T) in it leaves its padding out, as one that the model is called with does in training.
+        Under torch.distributed call it in every process; the expectations are over the tokens of all.
+
+        Raises RuntimeError while the gate is not 1, ValueError for norms that no batch reaches or that read zeros or
+        what is not finite, and for a final norm that is not the last one that runs. No c has changed then.
         """
-        if isinstance(batches, Mapping | Tensor):
-            raise TypeError("batches is one batch: calibrate takes several, [batch] for example")
         if self.gate != 1.0:
             raise RuntimeError(f"gate {self.gate:.4g}: calibrate while the gate is 1")
-        scales: list[Tensor] = []
-        with evaluating(self.model), self._recording():
-            for batch in batches:
-                mask = padding_mask(batch)
-                if not scales:
-                    self._example = (batch, forward)
-                for norm in self.norms.values():
-                    norm.mask = mask
-                self._check_final(self._run_in_order(batch, forward))
-                scales.append(self.scale(real_tokens(self._input(), mask)).flatten())
-            if not scales:
+        if fit not in FITS:
+            raise ValueError(f"calibrate: unknown fit {fit!r}, one of {', '.join(FITS)}")
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"calibrate: decay {decay}: it must lie within 0 and 1, and below 1")
+        order: list[str] = []
+        levels: list[Tensor] = []
+        example = None
+        with self._looking(), self._recording(fit):
+            for batch in several(batches):
+                example = example or (batch, forward)
+                start = len(order)
+                self._run(batch, forward, lambda name, h: order.append(name))
+                self._check_final(order[start:])
+                s = real_tokens(self.scale(self._input()), self._padding.mask)
+                levels.append(torch.stack([(s.log() if fit == "log" else s).sum(), torch.ones_like(s).sum()]))
+            if not levels:
                 raise ValueError("calibrate: there is no batch")
-            chosen = {name: self._choose(name, norm) for name, norm in self.norms.items()}
-        self._captured.value = None  # no training forward
-        for name, c in chosen.items():
-            self.norms[name].calibrate(c)
-        self.target = torch.cat(scales).mean().item()
+            if unreached := self.norms.keys() - order:
+                raise ValueError(
+                    f"no batch reaches the norm {min(unreached)}: leave it out of norms, or calibrate on other batches"
+                )
+            c = self._take()
+            total, count = over_processes(torch.stack(levels).sum(0))
+        target = ((total / count).exp() if fit == "log" else total / count).item()
+        chosen = dict(zip(self.norms, c.tolist(), strict=True))
+        usable = dict(zip(self.norms, self._usable(c).tolist(), strict=True))
+        usable.setdefault(self.final, math.isfinite(target) and target > 1.01 * self.final_spec.eps**0.5)
+        for name in dict.fromkeys(order):  # in the order in which they run: the first one is where it begins
+            if not usable[name]:
+                raise ValueError(f"calibrate: what the norm {name} reads is zero or not finite: the gate stays 1")
+        for name, norm in self.norms.items():
+            norm.calibrate(chosen[name])
+        self.target, self._example, self._average = target, example, None
+        if tracked:
+            self._average = Ema(decay)
+            self._average.update(c.log())
         odd = [f"{name} {c:.3g}" for name, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]]
         if odd:
             warnings.warn(f"c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]}: {', '.join(odd)}", stacklevel=2)
         return chosen
+
+    def mismatches(self, batches: Iterable[Any], forward: Forward | None = None) -> dict[str, float]:
+        """mean_tokens ln(c r) by norm, in eval mode at the gate of now: 0 is calibrated, 1 an output e times too large.
+
+        Batches and padding as in `calibrate`; of this process alone.
+        """
+        found: dict[str, list[Tensor]] = {}
+
+        def note(name: str, h: Tensor) -> None:
+            if norm := self.norms.get(name):
+                r = 1.0 / norm.inverse_scale(norm.center(h.float())).squeeze(-1)
+                found.setdefault(name, []).append(real_tokens((norm.c * r).log(), self._padding.mask))
+
+        with self._looking():
+            for batch in several(batches):
+                self._run(batch, forward, note)
+        return {name: torch.cat(values).mean().item() for name, values in found.items()}
 
     def scale(self, h: Tensor) -> Tensor:
         """s(h) per token, (..., D) -> (...), float32: what the anchor holds. See tapernorm.anchor.token_scale."""
@@ -360,12 +475,10 @@ class Tapering:
         if torch.is_grad_enabled() and not h.requires_grad:
             raise RuntimeError("scale_loss: the last forward ran without gradients")
         anchor = ScaleAnchor(
-            AnchorConfig(kind=kind, weight=weight),
-            family=self.final_spec.family,
-            eps=self.final_spec.eps,
+            AnchorConfig(kind=kind, weight=weight), family=self.final_spec.family, eps=self.final_spec.eps
         )
         anchor.set_target(self.target)
-        return anchor.loss(anchor.scale(real_tokens(h, mask)))
+        return anchor.loss(real_tokens(anchor.scale(h), mask))
 
     def fold(self, example: Any = None, forward: Forward | None = None) -> FoldReport:
         """Fold every tapered norm into the projections that read it, exactly, and replace it by nn.Identity.
@@ -389,7 +502,8 @@ class Tapering:
         modules = {name: as_projection(module) for name, module in self.model.named_modules()}
         projections = {name: projection for name, projection in modules.items() if projection is not None}
         report = FoldReport()
-        with evaluating(self.model):
+        self._average = None
+        with self._looking():
             trace = Trace(self.norms, projections)
             latest = reference = trace.run(lambda: run(example))
             for name, norm in list(self.norms.items()):
@@ -410,7 +524,6 @@ class Tapering:
                     undo()
                     report.not_folded[name] = reason
             report.error = distance(latest, reference)
-        self._captured.value = None
         config: Any = getattr(self.model, "config", None)
         if report.untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # transformers would tie it again
@@ -424,53 +537,88 @@ class Tapering:
             replace(self.model, norm, norm.release())
         self.norms = {}
 
-    def state_dict(self) -> dict[str, float | None]:
-        """What the model's state_dict does not hold: the gate and s_tgt."""
-        return {"gate": self.gate, "target": self.target}
+    def state_dict(self) -> dict[str, Any]:
+        """What the model's state_dict does not hold: the gate, s_tgt and the memory of a tracked c. Plain types."""
+        tracked = None
+        if self._average is not None:
+            norms = self.norms.items()
+            tracked = {
+                **self._average.state_dict(),
+                "decay": self._average.decay,
+                "fit": {name: norm.fit for name, norm in norms},
+                "recorded": {name: norm.recorded.clone() for name, norm in norms},
+            }
+        return {"gate": self.gate, "target": self.target, "tracked": tracked}
 
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`, beside the model's own."""
-        gate, self.target = state["gate"], state["target"]
-        self.set_gate(1.0 if gate is None else gate)
+        self.gate, self.target, self._average = 1.0, state["target"], None
+        if tracked := state.get("tracked"):
+            self._average = Ema(tracked["decay"])
+            self._average.load_state_dict(tracked, next(iter(self.norms.values())).c.device)
+            for name, norm in self.norms.items():
+                norm.fit = tracked["fit"][name]
+                norm.recorded.copy_(tracked["recorded"][name])
+        self.set_gate(state["gate"])
 
     # What the above are made of.
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _looking(self) -> Iterator[None]:
+        """Eval mode without gradients, of which no trace is left for training."""
+        try:
+            with evaluating(self.model):
+                yield
+        finally:
+            self._captured.value = self._padding.mask = None
+
+    @contextmanager
+    def _recording(self, fit: Fit) -> Iterator[None]:
         for norm in self.norms.values():
-            norm.recording = True
+            norm.fit, norm.recording = fit, True
         try:
             yield
         finally:
             for norm in self.norms.values():
-                norm.recording, norm.mask = False, None
+                norm.recording = False
                 norm.recorded.zero_()
+
+    def _take(self) -> Tensor:
+        """(L,) c of every norm, of what was recorded since the last call, in all processes."""
+        norms = list(self.norms.values())
+        sums = torch.stack([norm.take_statistics().to(norms[0].c.device) for norm in norms], 1)
+        return norms[0].fitted(over_processes(sums))
+
+    def _usable(self, c: Tensor) -> Tensor:
+        """(L,) whether c is one: finite, positive, and not 1/sqrt(eps), which zeros give."""
+        eps = c.new_tensor([norm.eps for norm in self.norms.values()])
+        return c.isfinite() & (c > 0) & (c * eps.sqrt() < 0.99)
+
+    def _follow(self, average: Ema) -> None:
+        """Take what training forwards recorded into the average of ln c, and let every c follow it."""
+        c = self._take().to(average.mean.device)
+        average.update(torch.where(self._usable(c), c.log(), average.mean))
+        for norm, value in zip(self.norms.values(), average.mean.exp(), strict=True):
+            norm.c.copy_(value)
 
     def _input(self) -> Tensor:
         if self._captured.value is None:
             raise RuntimeError(f"no forward has reached the final norm {self.final} yet")
         return self._captured.value
 
-    def _run_in_order(self, batch: Any, forward: Forward | None) -> list[str]:
-        """Run the model; the names of its norms in the order in which they ran."""
-        order: list[str] = []
-        watched = dict.fromkeys([*self.norms, self.final])
+    def _run(self, batch: Any, forward: Forward | None, note: Callable[[str, Tensor], None]) -> None:
+        """Run the model; note(name, h) is told what enters each norm, the final one too, in the order of running."""
+        self._padding.mask = padding_mask(batch)
         with ExitStack() as stack:
-            for name in watched:
-                note = partial(lambda name, *_: order.append(name), name)
-                stack.callback(self.model.get_submodule(name).register_forward_pre_hook(note).remove)
+            for name in dict.fromkeys([*self.norms, self.final]):
+                hook = partial(lambda name, module, args: note(name, args[0]), name)
+                stack.callback(self.model.get_submodule(name).register_forward_pre_hook(hook).remove)
             forward(batch) if forward is not None else call(self.model, batch)
-        return order
 
     def _check_final(self, order: Sequence[str]) -> None:
         if not order or order[-1] != self.final:
             last = order[-1] if order else "none"
             raise ValueError(f"the last norm that runs is {last}, not {self.final}: convert with final_norm={last!r}")
-
-    def _choose(self, name: str, norm: HeldNorm) -> float:
-        if not norm.recorded.any():
-            raise ValueError(f"no batch reaches the norm {name}: leave it out of norms, or calibrate on other batches")
-        return norm.fitted(norm.take_statistics()).item()
 
     def _refuse_open_gate(self) -> None:
         for name, norm in self.norms.items():

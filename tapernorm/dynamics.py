@@ -109,6 +109,21 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool =
     return metrics
 
 
+@torch.no_grad()
+def radial_tokens(model: Decoder, tokens: Tensor, targets: Tensor, count: int) -> dict[str, list[float]]:
+    """Per token `theory` E_p[z] - z_y and `measured` <dl/dh_L, h_L>, nats per e-fold, of `count` of a batch (B, T)."""
+    was_training = model.training
+    h = model.eval().trunk(tokens)
+    model.train(was_training)
+    _, logits, gradient = readout_gradient(model, h, targets)
+    theory = radial_theory(logits, targets, constant_logits(model))
+    every = -(-targets.numel() // count)
+    return {
+        name: values.flatten()[::every].tolist()
+        for name, values in (("theory", theory), ("measured", (gradient * h).sum(-1)))
+    }
+
+
 class UpdateRatio:
     """||new - old|| / ||old|| over all parameters of one optimizer step, from a copy taken before it."""
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,19 +40,43 @@ from tapernorm.tracking import Progress, finite
 CERTIFICATE_TOKENS = 2048  # enough to meet large logits; three precisions, two models, logits in float64
 USUAL_SAMPLES = 3
 LONG = 5.0  # seconds after which an evaluation shows its progress
+CACHED, HELD = 2**18, 2**26  # logits that scaled_losses takes at a time: 1 MB stays in a CPU's cache, 2.5 times as fast
+SEARCHED, EVERY = 4096, 16  # the search for T* starts on every 16th window, on so many tokens at least
+PASSES = 12
+REST = 1e-6  # nats that the loss at T* may lack
 TAILS = {"median": "median", "99 %": "p99", "99.9 %": "p99_9", "max": "max"}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy in nats per token over `tokens` predicted tokens."""
+    """Mean cross-entropy in nats per token over `tokens` predicted tokens, and at T* (see `at_best_temperature`)."""
 
     loss: float
     tokens: int
+    best_temperature: float | None = None
+    loss_best_temperature: float | None = None
 
     @property
     def perplexity(self) -> float:
         return perplexity(self.loss)
+
+
+def scaled_losses(logits: Tensor, targets: Tensor, b: float) -> Tensor:
+    """(3, n): l(b) = ln sum_i exp(b z_i) - b z_y, l'(b) = E_p[z] - z_y and l''(b) = Var_p(z), p = softmax(b z).
+
+    logits z (n, V), targets y (n,). l is convex in b.
+    """
+    rows = max(1, (CACHED if logits.device.type == "cpu" else HELD) // logits.shape[1])
+    parts = []
+    for part, y in zip(logits.split(rows), targets.split(rows), strict=True):
+        z = part - part.amax(-1, keepdim=True)
+        own = z.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        weights = (b * z).exp_()
+        total = weights.sum(-1)
+        mean = weights.mul_(z).sum(-1) / total
+        variance = weights.mul_(z).sum(-1) / total - mean.square()
+        parts.append(torch.stack([total.log() - b * own, mean - own, variance]))
+    return torch.cat(parts, 1)
 
 
 @torch.no_grad()
@@ -62,10 +87,12 @@ def token_losses(
     batch_size: int = 8,
     autocast: AbstractContextManager | None = None,
     on_batch: Callable[[Tensor], None] | None = None,
+    b: float | None = None,
 ) -> Tensor:
-    """Cross-entropy (N, T) of every token of windows (N, T), in nats: float32 on the CPU, finite or not.
+    """Cross-entropy (1, N, T) of every token of windows (N, T), in nats: float32 on the CPU, finite or not.
 
-    Runs the uncompiled model; the model's mode is restored. `on_batch` sees each batch's losses.
+    With `b` (4, N, T): after it the three `scaled_losses`. Runs the uncompiled model; the model's mode is restored.
+    `on_batch` sees each batch's losses.
     """
     device = model.embed.weight.device
     was_training = model.training
@@ -73,13 +100,56 @@ def token_losses(
     parts = []
     with autocast or nullcontext():
         for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
-            logits = model(x.to(device)).flatten(0, 1).float()
-            losses = F.cross_entropy(logits, y.flatten().to(device), reduction="none").cpu().view_as(y)
-            parts.append(losses)
+            logits, own = model(x.to(device)).flatten(0, 1).float(), y.flatten().to(device)
+            found = F.cross_entropy(logits, own, reduction="none").unsqueeze(0)
+            if b is not None:
+                found = torch.cat([found, scaled_losses(logits, own, b)])
+            parts.append(found.cpu().view(-1, *y.shape))
             if on_batch:
-                on_batch(losses)
+                on_batch(parts[-1][0])
     model.train(was_training)
-    return torch.cat(parts)
+    return torch.cat(parts, 1)
+
+
+Measure = Callable[[int, float | None], Tensor]
+
+
+def newton(measure: Measure, every: int, b: float) -> tuple[Tensor, float, float]:
+    """Newton's method for argmin_b L(b), mean over every so many-th window: what was last measured, b, the next step.
+
+    A step changes b by a factor e at most and stays between the b known to be too small and too large. The last one,
+    d = -L'/L'', is left to be read off the parabola: what that lacks, of order d^3, is estimated as L'' |d|^3 / 2b.
+    Not found (b NaN): a loss is not finite, or smaller the smaller b is.
+    """
+    low, high = 0.0, math.inf
+    for _ in range(PASSES):
+        values = measure(every, b)
+        slope, curvature = values[2:].double().flatten(1).mean(1).tolist()
+        step = -slope / max(curvature, 1e-30)
+        if not math.isfinite(slope + curvature):
+            break
+        if abs(step) < b and abs(slope * step * step) / (2 * b) < REST:
+            return values, b, step
+        low, high = (b, high) if step > 0 else (low, b)
+        b = min(max(b + step, b / math.e), b * math.e)
+        if not low < b < high:
+            b = (low + high) / 2
+    return values, math.nan, 0.0
+
+
+def at_best_temperature(measure: Measure, n_tokens: int) -> tuple[Tensor, float | None, Tensor | None]:
+    """The losses, T* = argmin_T mean CE(z / T), and the losses at T*; None where there is no such T.
+
+    measure(every, b): `token_losses` of every so many-th window, or their mean over N and T with the dimensions kept.
+    A search on a sixteenth of the windows leaves one whole pass, at times two, for what all of them say.
+    """
+    _, b, step = newton(measure, min(EVERY, max(1, n_tokens // SEARCHED)), 1.0)
+    if math.isnan(b):
+        return measure(1, None)[0], None, None
+    (losses, scaled, first, second), b, step = newton(measure, 1, b + step)
+    if math.isnan(b):
+        return losses, None, None
+    return losses, 1 / (b + step), scaled + step * first + step**2 / 2 * second
 
 
 def evaluate(
@@ -88,18 +158,28 @@ def evaluate(
     targets: Tensor,
     batch_size: int = 8,
     autocast: AbstractContextManager | None = None,
+    best_temperature: bool = False,
 ) -> Evaluation:
-    """Mean loss over windows (N, T). Every token counts once, so the batch size does not matter (beyond rounding).
+    """Mean loss over windows (N, T) and, if wanted, T* and the loss there (see `at_best_temperature`).
 
-    The sum runs in float64 on the CPU. Several processes share the batches; the sum is the same, and the same in each.
+    Every token counts once, so the batch size does not matter (beyond rounding). The sums run in float64 on the CPU.
+    Several processes share the batches; the sums are the same, and the same in each.
     """
 
-    def loss_of(batch: tuple[Tensor, Tensor]) -> float:
-        return token_losses(model, *batch, batch_size, autocast).double().sum().item()
+    def means(every: int, b: float | None) -> Tensor:
+        def sums(batch: tuple[Tensor, Tensor]) -> list[float]:
+            return [part.sum().item() for part in token_losses(model, *batch, batch_size, autocast, b=b).double()]
 
-    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
-    total = sum(dist.divided(loss_of, batches))
-    return Evaluation(loss=total / targets.numel(), tokens=targets.numel())
+        x, y = inputs[::every], targets[::every]
+        batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+        totals = zip(*dist.divided(sums, batches), strict=True)
+        return torch.tensor([[[sum(total) / y.numel()]] for total in totals], dtype=torch.float64)
+
+    n_tokens = targets.numel()
+    if not best_temperature:
+        return Evaluation(means(1, None).item(), n_tokens)
+    loss, temperature, best = at_best_temperature(means, n_tokens)
+    return Evaluation(loss.item(), n_tokens, temperature, None if best is None else best.item())
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluate.py
@@ -213,7 +293,7 @@ def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:
     """Refuse what would only be found after a first checkpoint has been evaluated."""
     if config.save_folded and len(paths) > 1:
         raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
-    if config.fold:
+    if config.fold or config.fold_table:
         for path in paths:
             _fold(config, path, _load(path)[0])
 
@@ -310,23 +390,39 @@ class Text:
         return cls(file, inputs, targets, document, subject.tokenizer, total, left_out)
 
     def losses(self, subject: Subject, model: Decoder, config: EvaluateConfig) -> Losses:
-        """Losses by token of the subject's or its folded model, with a progress bar or lines if it takes long."""
-        progress = Progress(len(self.inputs), mode=config.progress, unit="window", delay=LONG)
-        start, total, windows = time.monotonic(), 0.0, 0
+        """Losses by token of the subject's or its folded model; a pass that takes long shows its progress."""
 
-        def show(losses: Tensor) -> None:
-            nonlocal total, windows
-            total += losses.double().sum().item()
-            windows += len(losses)
-            tokens = windows * losses.shape[1]
-            progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
+        def one_pass(every: int, b: float | None) -> Tensor:
+            inputs, targets = self.inputs[::every], self.targets[::every]
+            progress = Progress(len(inputs), mode=config.progress, unit="window", delay=LONG)
+            start, total, windows = time.monotonic(), 0.0, 0
 
-        try:
-            autocast = autocast_on(subject.device, subject.dtype)
-            nats = token_losses(model, self.inputs, self.targets, config.batch_size, autocast, show)
-        finally:
-            progress.close()
-        return Losses(nats.flatten().double().numpy(), self.targets.flatten().numpy(), self.document, self.tokenizer)
+            def show(losses: Tensor) -> None:
+                nonlocal total, windows
+                total += losses.double().sum().item()
+                windows += len(losses)
+                tokens = windows * losses.shape[1]
+                progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
+
+            try:
+                autocast = autocast_on(subject.device, subject.dtype)
+                return token_losses(model, inputs, targets, config.batch_size, autocast, show, b)
+            finally:
+                progress.close()
+
+        nats, temperature, best = at_best_temperature(one_pass, self.targets.numel())
+        return Losses(
+            _flat(nats),
+            self.targets.flatten().numpy(),
+            self.document,
+            self.tokenizer,
+            temperature,
+            None if best is None else _flat(best),
+        )
+
+
+def _flat(losses: Tensor) -> np.ndarray:
+    return losses.flatten().double().numpy()
 
 
 def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
@@ -386,6 +482,7 @@ def _measure_folded(
         "step": subject.meta["step"],
         "norm": folded.norm_config.name,
         "gains": config.fold_gains,
+        "table": config.fold_table,
         **statistics,
         "difference": difference,
         "worst": losses.worst(config.worst),
@@ -395,10 +492,10 @@ def _measure_folded(
 
 
 def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
-    if not (config.fold or config.save_folded):
+    if not (config.fold or config.fold_table or config.save_folded):
         return None
     try:
-        return fold(model, gains=config.fold_gains)
+        return fold(model, gains=config.fold_gains, table=config.fold_table)
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from None
 
@@ -461,6 +558,12 @@ def _headline(statistics: Mapping[str, Any]) -> str:
 def _details(report: Mapping[str, Any]) -> Iterator[str]:
     """Everything about one checkpoint that `measure` has not said, for people to read."""
     yield "  of a token: " + ", ".join(f"{name} {report[key]:.4g}" for name, key in TAILS.items())
+    if report["best_temperature"] is not None:
+        gain = report["loss_best_temperature"] - report["loss"]
+        yield (
+            f"  at the best temperature, T* = {report['best_temperature']:.4f}: loss "
+            f"{report['loss_best_temperature']:.4f} ({gain:+.4f})"
+        )
     if report["nonfinite"]:
         yield f"  {report['nonfinite']:,} of {report['tokens']:,} losses are not finite, so the mean is not either"
     for order, documents in report["worst"].items():

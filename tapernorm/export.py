@@ -35,6 +35,7 @@ from tapernorm.data import reuse, validation_windows
 from tapernorm.fold import certificate, describe, fold, readers, refuse_open_gates
 from tapernorm.hf import HUGE_EPSILON, family_of, open_pretrained, save_stock, to_stock
 from tapernorm.model import Decoder
+from tapernorm.norms import is_table
 from tapernorm.schema import ConfigError
 from tapernorm.sites import all_sites
 from tapernorm.tokenizer import END_OF_TEXT, Tokenizer
@@ -88,11 +89,13 @@ def _format(config: ExportConfig, model: Decoder) -> str:
     """The stock layout for a baseline that has one, else tapernorm's. Raises ConfigError where these do not fit."""
     family = family_of(model.config)
     if config.format == "auto":
-        return family if family and model.norm_config.kind == "standard" else "tapernorm"
+        return family if family and model.norm_config.kind == "standard" and not config.fold_table else "tapernorm"
     if config.format not in ("tapernorm", family):
         raise ConfigError(
             f"format={config.format}: this model is no {config.format}; use format={family or 'tapernorm'}"
         )
+    if config.fold_table and config.format != "tapernorm":
+        raise ConfigError(f"format={config.format} has no place for a table; use format=tapernorm, or no fold_table")
     if config.format == "gpt2" and model.norm_config.kind != "standard" and config.dtype == "float16":
         raise ConfigError(
             f"format=gpt2 dtype=float16: a removed LayerNorm is an epsilon of {HUGE_EPSILON:.2g} there, which float16 "
@@ -120,11 +123,11 @@ def _tokens(config: ExportConfig, trained: Config, key: str, say: Callable[[str]
 
 def _norm_free(config: ExportConfig, path: Path, model: Decoder, text: Tensor) -> tuple[Decoder, Report]:
     """The folded model and its certificate; of a checkpoint that is folded already, the one it was written with."""
-    if model.norm_config.kind == "folded":
+    if model.norm_config.kind == "folded" and (model.norm_config.table or not config.fold_table):
         file = path / "certificate.json"
         proof = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return model, {"text": "validation tokens", **proof}  # what evaluate.py certifies on
-    folded = fold(model, gains=config.fold_gains)
+    folded = fold(model, gains=config.fold_gains, table=config.fold_table)
     return folded, certificate(model, folded, text)
 
 
@@ -171,7 +174,7 @@ def norm_free_config(model: Decoder, dtype: torch.dtype = torch.float32) -> Repo
         **{key: getattr(model.config, key) for key in model_keys},
         "dropout": model.config.dropout,
         "tied": model.config.tied,
-        "norms": [names[type(norm)] for norm in layers.values()],
+        "norms": ["table" if is_table(model.norm_config, site) else names[type(norm)] for site, norm in layers.items()],
         "norm_gain": gains != {False},
         "norm_eps": model.config.norm_eps,
         "read_biases": [getattr(reader, "bias", None) is not None for _, _, reader in readers(model)],
@@ -224,7 +227,8 @@ def _read_norm_free(given: Report) -> Decoder:
         norm_family="layer" if any(made.values()) or "layer" in given["norms"] else "rms",
         norm_eps=given["norm_eps"],
     )
-    return Decoder(model, FoldedNormConfig(source=source, gains=not given["norm_gain"]))
+    table = given["norms"][0] == "table"
+    return Decoder(model, FoldedNormConfig(source=source, gains=not given["norm_gain"], table=table))
 
 
 # ------------------------------------------------------------------------------------------------------------ the rest

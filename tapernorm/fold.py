@@ -23,12 +23,12 @@ from tapernorm.config import FoldedNormConfig
 from tapernorm.device import autocast
 from tapernorm.gate import Phase
 from tapernorm.model import Decoder
-from tapernorm.norms import GatedNorm, LayerForm, is_folded
+from tapernorm.norms import GatedNorm, LayerForm, is_folded, is_table
 from tapernorm.schema import ConfigError
 
 
 @torch.no_grad()
-def fold(model: Decoder, *, gains: bool = True) -> Decoder:
+def fold(model: Decoder, *, gains: bool = True, table: bool = False) -> Decoder:
     """W' = W diag(s) M,  b' = b + W beta,  for every projection W (out, D) that reads a norm with a linear part.
 
     s (D,) is c * gamma_t for a TaperNorm, c * gamma for a FakeNorm, and both disappear; M = I - 11^T/D centres and is
@@ -36,14 +36,20 @@ def fold(model: Decoder, *, gains: bool = True) -> Decoder:
     A standard norm keeps its statistic and loses its gain, s = gamma, unless `gains` is False. A tied head that the
     final norm goes into is untied first: the embedding keeps its values. DyT, Derf and absent norms stay as they are.
 
+    With `table`, a standard norm of 0.attn disappears too: without learned positions it reads E[token] alone (where no
+    dropout acts), so that W N[token] is what W norm(E[token]) was,
+
+        N_i = norm(E_i), gain and bias included, for every token id i: N (V, D).
+
     Returns a new model, float64 inside and cast back; the given one is not touched. Raises ConfigError, one line, while
-    a gate is open and for a model that is folded already.
+    a gate is open, for a model that is folded already, and for a `table` where 0.attn has no such norm.
     """
     if isinstance(model.norm_config, FoldedNormConfig):
         raise ConfigError(f"norm {model.norm_config.name}: this model is folded already")
     refuse_open_gates(model)
+    rows = norm_table(model) if table else None
     source = model.norm_config
-    norm = FoldedNormConfig(name=f"{source.name}_folded", source=source, gains=gains)
+    norm = FoldedNormConfig(name=f"{source.name}_folded", source=source, gains=gains, table=table)
     tied = model.config.tied and not is_folded(norm, model.config, "final")
     with torch.random.fork_rng(devices=[]):  # layers draw weights when they are made, and all of these are replaced
         folded = Decoder(replace(model.config, tied=tied), norm)
@@ -56,17 +62,37 @@ def fold(model: Decoder, *, gains: bool = True) -> Decoder:
             target.weight.copy_(weight)
             if target.bias is not None:
                 target.bias.copy_(bias)
+    if folded.table is not None and rows is not None:
+        folded.table.weight.copy_(rows)
     return folded
 
 
+def norm_table(model: Decoder) -> Tensor:
+    """N (V, D), N_i = norm(E_i): what 0.attn reads of token i, in float64 on the CPU.
+
+    Raises ConfigError, one line, where it reads more than the token, or through no standard norm.
+    """
+    _, norm = next(model.norms())
+    if model.position_embed is not None:
+        raise ConfigError("fold_table: with model.positions=learned 0.attn reads more than the token; leave it out")
+    if not isinstance(norm, nn.RMSNorm | nn.LayerNorm):
+        raise ConfigError(
+            f"fold_table: norm {model.norm_config.name} has no standard norm at 0.attn to make a table of; "
+            "norm.sites=[1-.attn,mlp] keeps it"
+        )
+    return copy.deepcopy(norm).to("cpu", torch.float64)(model.embed.weight.to("cpu", torch.float64))
+
+
 def what_is_left(model: Decoder) -> dict[str, list[str]]:
-    """The sites of a folded model by what is there now: no layer, a statistic alone, or a layer as it was.
+    """The sites of a folded model by what is there now: no layer, a table, a statistic alone, or a layer as it was.
 
     The last are DyT and Derf, and standard norms that kept their gain.
     """
-    found: dict[str, list[str]] = {"removed": [], "weightless": [], "not_folded": []}
+    found: dict[str, list[str]] = {"removed": [], "table": [], "weightless": [], "not_folded": []}
     for site, layer in model.norms():
-        if isinstance(layer, nn.Identity):
+        if is_table(model.norm_config, site):
+            found["table"].append(site)
+        elif isinstance(layer, nn.Identity):
             found["removed"].append(site)
         else:
             folded = is_folded(model.norm_config, model.config, site)
@@ -140,7 +166,7 @@ def certificate(unfolded: Decoder, folded: Decoder, tokens: Tensor) -> dict[str,
         models = pair
         if dtype is torch.float64:
             double = copy.deepcopy(pair[0]).double()
-            models = [double, fold(double, gains=folded.norm_config.gains)]
+            models = [double, fold(double, gains=folded.norm_config.gains, table=folded.norm_config.table)]
         for index, row in enumerate(tokens.split(1)):  # one window at a time: logits in float64 are large
             with torch.no_grad(), autocast(device, dtype) if dtype is torch.bfloat16 else nullcontext():
                 a, b = (model(row).double() for model in models)
@@ -168,6 +194,8 @@ def describe(report: dict[str, Any]) -> list[str]:
         f"folded {report['norm']}: {len(sites['removed'])} of {sum(map(len, sites.values()))} norms removed, head "
         f"{report['head']}, norm operations left in the graph: {after} (unfolded: {before})"
     ]
+    if sites.get("table"):  # older certificates do not know it
+        lines.append("  0.attn reads a table by token id, in which its norm is done")
     if sites["not_folded"]:
         lines.append(f"  not folded, left as they are: {', '.join(sites['not_folded'])}")
     lines += [

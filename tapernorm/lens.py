@@ -94,6 +94,11 @@ def _read(path: Path) -> tuple[Decoder, Any]:
 
 def _normalization_type(model: Decoder) -> str | None:
     """TransformerLens has one type for all sites. Raises ConfigError for norms that have none."""
+    if model.table is not None:
+        raise ConfigError(
+            f"norm {model.norm_config.name}: 0.attn is a table by token id, which TransformerLens has no place for; "
+            "take the model without fold_table"
+        )
     layers = {site: norm for site, norm in model.norms() if not isinstance(norm, nn.Identity)}
     for site, norm in layers.items():
         if type(norm) not in FAMILIES:

@@ -70,6 +70,7 @@ def train(
             tracker.finish("diverged", fault.summary)
             raise
         summary = run.summary()
+        run.write_tokens()
         summary |= at_end({**summary, "status": "finished", "error": None})
         tracker.finish("finished", summary)
     conclude(run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,13 +29,21 @@ class Losses:
 
     nats (n,) float64: -ln p of each token, maybe not finite; targets (n,): the tokens; document (n,): which document
     of the split each belongs to, from 0 and ascending (see `document_of`). Where windows are left out, some documents
-    may be missing. D is the number of those that have a token.
+    may be missing. D is the number of those that have a token. best (n,): the losses at `temperature`, T*, None where
+    that is.
     """
 
     nats: np.ndarray
     targets: np.ndarray
     document: np.ndarray
     tokenizer: Tokenizer
+    temperature: float | None = None
+    best: np.ndarray | None = None
+
+    @property
+    def at_best(self) -> Losses | None:
+        """The same tokens at T*."""
+        return None if self.best is None else replace(self, nats=self.best)
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -79,6 +87,8 @@ class Losses:
             "loss": loss,
             "loss_se": loss_se,
             "perplexity": perplexity(loss),
+            "best_temperature": self.temperature,
+            "loss_best_temperature": None if self.best is None else float(self.best.mean()),
             **dict(zip(QUANTILES, tails.tolist(), strict=True)),
             "max": ranked.max().item(),
             "bits_per_byte": bits,

@@ -8,6 +8,7 @@ Shape legend: B batch, T time, D width of the residual stream, H heads, K head w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from tapernorm.cache import KVCache, LayerCache
 from tapernorm.config import AnyNormConfig, Config, ModelConfig
 from tapernorm.gate import Phase
-from tapernorm.norms import GatedNorm, TaperNorm, build_norm, needs_bias
+from tapernorm.norms import GatedNorm, TaperNorm, build_norm, is_table, needs_bias
 from tapernorm.sites import all_sites
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
@@ -157,7 +158,10 @@ def build_mlp(config: ModelConfig, bias: bool = False) -> SwiGLU | GELU:
 
 
 class Block(nn.Module):
-    """h + attn(norm(h)), then h + mlp(norm(h)). `taps`, if given, receives every norm's input by site."""
+    """h + attn(norm(h)), then h + mlp(norm(h)). `taps`, if given, receives every norm's input by site.
+
+    `read`, if given, is what attention reads instead of norm(h).
+    """
 
     def __init__(self, config: ModelConfig, norm: AnyNormConfig, index: int) -> None:
         super().__init__()
@@ -173,10 +177,11 @@ class Block(nn.Module):
         angles: Angles | None,
         taps: dict[str, Tensor] | None = None,
         cache: LayerCache | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
         if taps is not None:
             taps[f"{self.index}.attn"] = h
-        h = h + self.attn(self.attn_norm(h), angles, cache)
+        h = h + self.attn(self.attn_norm(h) if read is None else read, angles, cache)
         if taps is not None:
             taps[f"{self.index}.mlp"] = h
         return h + self.mlp(self.mlp_norm(h))
@@ -187,6 +192,8 @@ class Decoder(nn.Module):
 
     `trunk` gives the residual stream h_L that enters the final norm, `readout` the logits of it: the two halves that
     the anchor and the observers look between.
+
+    A folded model may have a `table` N (V, D), N_i = norm(E_i), in the place of 0.attn's norm: see `fold`.
     """
 
     cos: Tensor
@@ -198,6 +205,7 @@ class Decoder(nn.Module):
             raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
         self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.table = nn.Embedding(config.vocab_size, config.d_model) if is_table(norm, "0.attn") else None
         self.position_embed = nn.Embedding(config.n_ctx, config.d_model) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
         self.final_norm = build_norm(norm, config, "final")
@@ -237,8 +245,9 @@ class Decoder(nn.Module):
             h = h + self.position_embed.weight[positions].view(-1, *h.shape[1:])
         if self.config.dropout and self.training:
             h = F.dropout(h, self.config.dropout)
+        read = None if self.table is None else self.table(tokens)
         for index, block in enumerate(self.blocks):
-            h = block(h, angles, taps, None if cache is None else cache.layers[index])
+            h, read = block(h, angles, taps, None if cache is None else cache.layers[index], read), None
         if taps is not None:
             taps["final"] = h
         return h
@@ -301,6 +310,19 @@ class Decoder(nn.Module):
         """Set the one global gate in every layer that has it."""
         for norm in self.gated_norms().values():
             norm.set_gate(gate, phase)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every norm still divides by its input's scale, so that the residual stream's does not matter."""
+        return all(isinstance(norm, GatedNorm | nn.RMSNorm | nn.LayerNorm) for _, norm in self.norms())
+
+    def divide_eps(self, kappa: float) -> None:
+        """Divide eps of every norm, and of the configuration, by kappa^2: r(h / kappa) is then r(h) / kappa."""
+        assert self.config.norm_eps is not None
+        self.config = dataclasses.replace(self.config, norm_eps=self.config.norm_eps / kappa**2)
+        for _, norm in self.norms():
+            if hasattr(norm, "eps"):
+                norm.eps = self.config.norm_eps  # type: ignore[assignment]
 
     def n_parameters(self) -> int:
         """Number of parameters that the folded or baseline model has: each gain once, gamma_t not counted."""

@@ -85,16 +85,21 @@ class GatedNorm(nn.Module):
     @torch.no_grad()
     def record(self, x: Tensor, inverse: Tensor) -> None:
         """Add the sums over tokens that c is fitted to: of centred inputs x (..., D) and their 1/r (..., 1)."""
-        inverse = inverse.detach().squeeze(-1)
+        sums = [values.sum() for values in self.per_token(x.detach(), inverse.detach().squeeze(-1))]
+        # add_, because += also sets the attribute, which a compiled graph of a checkpointed segment refuses.
+        self.recorded.add_(torch.stack(sums))
+
+    def per_token(self, x: Tensor, inverse: Tensor) -> list[Tensor]:
+        """Two, of centred inputs x (..., D) and their 1/r (...): c is fitted to the sums over tokens of these (...)."""
         match self.fit:
             case "least_squares":
-                weight = (x.detach().float() * self.gain().float()).square().sum(-1)
-                sums = [(weight * inverse).sum(), weight.sum()]
+                weight = (x.float() * self.gain().float()).square().sum(-1)
+                return [weight * inverse, weight]
             case "inverse_mean":
-                sums = [torch.ones_like(inverse).sum(), inverse.reciprocal().sum()]
+                return [torch.ones_like(inverse), inverse.reciprocal()]
             case "log":
-                sums = [inverse.log().sum(), torch.ones_like(inverse).sum()]
-        self.recorded += torch.stack(sums)
+                return [inverse.log(), torch.ones_like(inverse)]
+        raise ValueError(f"unknown fit {self.fit!r}")
 
     def record_standard(self, h: Tensor) -> None:
         """`record` while the standard norm runs, whose statistic is out of reach."""
@@ -272,9 +277,14 @@ def standard_norm(family: str, dim: int, eps: float, gain: bool = True) -> nn.Mo
     return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[family](dim, eps=eps, elementwise_affine=gain)
 
 
+def is_table(norm: AnyNormConfig, site: str) -> bool:
+    """Whether folding has made the norm at a site a table by token id, which only 0.attn's can be."""
+    return isinstance(norm, FoldedNormConfig) and norm.table and site == "0.attn"
+
+
 def is_folded(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
     """Whether the linear part of the norm at a site has moved into the projection that reads it."""
-    if not isinstance(norm, FoldedNormConfig):
+    if not isinstance(norm, FoldedNormConfig) or is_table(norm, site):
         return False
     return norm.source.kind in GATED if site in select_sites(norm.sites, model.n_layer) else norm.gains
 
@@ -288,6 +298,8 @@ def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
     """The norm at a site ('0.attn', ..., 'final') of a resolved model configuration."""
     if model.norm_eps is None:
         raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
+    if is_table(norm, site):
+        return nn.Identity()
     dim, eps = model.d_model, model.norm_eps
     if site not in select_sites(norm.sites, model.n_layer):
         return standard_norm(model.norm_family, dim, eps, gain=not is_folded(norm, model, site))

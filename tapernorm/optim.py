@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tapernorm import dist
 from tapernorm.config import OptimConfig
+from tapernorm.model import Decoder
 
 # What a parameter does, by the end of its name; the first that fits. The tied head is the embedding.
 ROLES = {
@@ -69,6 +70,26 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Opti
         group["lr"] = learning_rate(step, config) * factor
         if group["weight_decay"]:
             group["weight_decay"] = config.weight_decay / factor
+
+
+@torch.no_grad()
+def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> None:
+    """Divide the residual stream by kappa and leave the function as it is: the lever `calibration.level`.
+
+    The embeddings and the writers are divided by kappa, eps of every norm by kappa^2; where the head is tied, so that
+    it is divided too, the final norm's gain and bias are multiplied by kappa. A parameter times a has gradients over a:
+    Adam's moments go with them. From here on this equals multiplying the learning rate of embedding and writers by
+    kappa (their weight decay by 1/kappa) and dividing the final gain's by kappa, but for clipping and Adam's eps.
+    """
+    factors = {"embed": 1 / kappa, "writers": 1 / kappa, "final_gain": kappa if model.head is None else 1.0}
+    for name, parameter in model.named_parameters():
+        factor = factors.get(role(name), 1.0)
+        parameter.mul_(factor)
+        moments = optimizer.state.get(parameter, {})
+        for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            if moment in moments:
+                moments[moment].div_(factor**power)
+    model.divide_eps(kappa)
 
 
 def drop_state_of_frozen(optimizer: torch.optim.Optimizer) -> None:

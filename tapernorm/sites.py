@@ -6,7 +6,7 @@ import re
 
 from tapernorm.schema import ConfigError
 
-SITE_PATTERN = re.compile(r"(?:(\d+)(?:-(\d+))?\.)?(attn|mlp)|final")
+SITE_PATTERN = re.compile(r"(?:(\d+)(-\d*)?\.)?(attn|mlp)|final")
 
 
 def select_sites(patterns: tuple[str, ...], n_layer: int) -> list[str]:
@@ -18,12 +18,14 @@ def select_sites(patterns: tuple[str, ...], n_layer: int) -> list[str]:
     for pattern in patterns:
         match = SITE_PATTERN.fullmatch(pattern)
         if match is None:
-            raise ConfigError(f"norm.sites: '{pattern}' is not a site; write attn, mlp, final, 0.attn or 2-5.mlp")
+            forms = "attn, mlp, final, 0.attn, 2-5.mlp or 1-.attn"
+            raise ConfigError(f"norm.sites: '{pattern}' is not a site; write {forms}")
         first, last, site = match.groups()
         if site is None:
             chosen.add("final")
             continue
-        blocks = range(n_layer) if first is None else range(int(first), int(last or first) + 1)
+        end = n_layer if first is None or last == "-" else int((last or first).strip("-")) + 1
+        blocks = range(int(first or 0), end)
         if not blocks or blocks[-1] >= n_layer:
             raise ConfigError(f"norm.sites: '{pattern}' is outside the model's blocks 0 to {n_layer - 1}")
         chosen.update(f"{block}.{site}" for block in blocks)

@@ -19,17 +19,17 @@ from torch import Tensor
 from tapernorm import checkpoint as checkpoints
 from tapernorm import dist, pretrained
 from tapernorm.anchor import ScaleAnchor
-from tapernorm.calibration import DOUBTFUL_MISMATCH, Calibration, describe, is_homogeneous, rescale, set_eps
+from tapernorm.calibration import DOUBTFUL_MISMATCH, Calibration, describe
 from tapernorm.config import Config
 from tapernorm.data import Batches, Prepared, validation_windows
 from tapernorm.device import autocast, pick_dtype
-from tapernorm.dynamics import UpdateRatio, first_nonfinite, probe
+from tapernorm.dynamics import UpdateRatio, first_nonfinite, probe, radial_tokens
 from tapernorm.evaluation import evaluate
 from tapernorm.gate import GateSchedule, Phase
 from tapernorm.model import Decoder, build_model
-from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate
+from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate, rescale
 from tapernorm.schema import ConfigError, to_dict, write_text, write_yaml
-from tapernorm.tracking import NoTracker, Progress, Tracker, read_metrics
+from tapernorm.tracking import NoTracker, Progress, Tracker, finite, read_metrics
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = (
@@ -45,6 +45,7 @@ COUNTERS = (
     "level",
     "closed_mismatch",
 )
+PROBE_TOKENS = 512  # of which probe_tokens.json has the radial gradient
 # What training.pt holds.
 STATE = ("optimizer", "calibration", "anchor", "interval", "counters", "rng", "cuda_rng", "probe", "tracker")
 
@@ -105,6 +106,8 @@ class TrainingRun:
         self.best_saved_loss: float | None = None
         self.best_saved_step: int | None = None
         self.val_loss: float | None = None
+        self.best_temperature: float | None = None
+        self.val_loss_best_temperature: float | None = None
         self.log_scale = torch.zeros((), device=device, requires_grad=True)
         self.interval = self.fresh_interval()
         self.first_bad = torch.zeros((), dtype=torch.int64, device=device)
@@ -256,7 +259,7 @@ class TrainingRun:
     def calibrate(self) -> dict[str, float]:
         """After step k_warmup: the level of the stream, c and gamma_t of every tapered layer, s_tgt and lambda."""
         if (wanted := self.config.calibration.level) is not None:
-            if is_homogeneous(self.model):
+            if self.model.is_homogeneous:
                 self.rescale(self.mean_scale() / wanted)
             else:
                 self.say(
@@ -366,15 +369,22 @@ class TrainingRun:
             start, tokens = self.interval_start
             self.interval_start = start + time.perf_counter() - before, tokens
 
-    def validate(self) -> dict[str, float]:
-        """Loss over the fixed validation tokens; remembers the best."""
-        batch_size = self.config.trainer.val_batch_size
-        result = evaluate(self.whole_model(), *self.val_batch, batch_size, autocast(self.device, self.dtype))
+    def validate(self) -> dict[str, float | None]:
+        """Loss over the fixed validation tokens, the last time also at the best temperature; remembers the best."""
+        batch_size, last = self.config.trainer.val_batch_size, self.step == self.config.trainer.max_steps
+        result = evaluate(self.whole_model(), *self.val_batch, batch_size, autocast(self.device, self.dtype), last)
         self.note_validation(result.loss)
         self.say(
             f"step {self.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {self.gate:.4g}"
         )
-        return {"val/loss": result.loss, "val/perplexity": result.perplexity}
+        metrics: dict[str, float | None] = {"val/loss": result.loss, "val/perplexity": result.perplexity}
+        if not last:
+            return metrics
+        self.best_temperature, self.val_loss_best_temperature = result.best_temperature, result.loss_best_temperature
+        return metrics | {
+            "val/best_temperature": result.best_temperature,
+            "val/loss_best_temperature": result.loss_best_temperature,
+        }
 
     def validates_at(self, step: int) -> bool:
         return step % (self.config.trainer.val_interval or 1) == 0 or step in self.landmarks
@@ -463,7 +473,7 @@ class TrainingRun:
         self.calibration.load_state_dict(state["calibration"], self.device)
         self.anchor.load_state_dict(state["anchor"])
         self.anchor.eps /= self.calibration.kappa**2
-        set_eps(self.model, self.calibration.kappa)
+        self.model.divide_eps(self.calibration.kappa)
         radial = state["interval"].pop("radial")
         self.log_scale.grad = None if radial is None else radial.to(self.device)
         saved = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in state["interval"].items()}
@@ -486,6 +496,8 @@ class TrainingRun:
             tracker.log(self.step, self.validate())
         else:
             self.note_validation(logged["val/loss"])
+            self.best_temperature = logged.get("val/best_temperature")
+            self.val_loss_best_temperature = logged.get("val/loss_best_temperature")
 
     def write_down(self) -> None:
         """config.yaml, resolved, and data.json: what was read, dropped and repaired."""
@@ -495,6 +507,13 @@ class TrainingRun:
             report = {"key": data.key, "entry": str(data.entry), **data.report}
             text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
             write_text(directory / "data.json", text)
+
+    def write_tokens(self) -> None:
+        """probe_tokens.json: the radial gradient of single tokens of the probe batch, in theory and as it is."""
+        model = self.whole_model()
+        if dist.leads():
+            tokens = radial_tokens(model, *self.probe_batch, PROBE_TOKENS)
+            write_text(self.directory / "probe_tokens.json", json.dumps({"step": self.step} | finite(tokens)))
 
     def open_tracker(self) -> Tracker:
         return dist.in_turn(self._open_tracker, NoTracker)
@@ -541,6 +560,8 @@ class TrainingRun:
         keys = ("scale/final_rms_mean", "logits/norm_mean", "logits/abs_max", "radial/mean")
         return {
             "val_loss": self.val_loss,
+            "best_temperature": self.best_temperature,
+            "val_loss_best_temperature": self.val_loss_best_temperature,
             "best": None if self.best_loss is None else {"val_loss": self.best_loss, "step": self.best_step},
             "train_loss": self.last_loss,
             "steps": self.step,

@@ -292,6 +292,14 @@ def test_vocabulary_must_equal_the_tokenizers():
 def test_select_sites():
     assert select_sites(("attn", "final"), 2) == ["0.attn", "1.attn", "final"]
     assert select_sites(("0-1.mlp", "1.attn"), 3) == ["0.mlp", "1.attn", "1.mlp"]
+    assert select_sites(("1-.attn", "2-.mlp"), 3) == ["1.attn", "2.attn", "2.mlp"]
+    for pattern in ("1-.final", "-1.attn", "1-", "1--2.attn"):
+        with pytest.raises(ConfigError, match=r"is not a site; write attn, mlp, final, 0\.attn, 2-5\.mlp or 1-\.attn$"):
+            select_sites((pattern,), 3)
+    for pattern in ("3-.attn", "3.mlp", "2-1.mlp"):
+        with pytest.raises(ConfigError, match="outside the model's blocks 0 to 2"):
+            select_sites((pattern,), 3)
+    assert composed("norm.sites=[1-.attn,mlp]")["norm"]["sites"] == ["1-.attn", "mlp"]
     assert select_sites(("attn", "mlp", "final"), 3) == all_sites(3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 
 from tapernorm import checkpoint as checkpoints
 from tapernorm import evaluation
 from tapernorm.cli import CONFIGS
 from tapernorm.commands import EvaluateConfig
 from tapernorm.config import Config, TextDatasetConfig, resolve
-from tapernorm.evaluation import evaluate, evaluate_checkpoint
+from tapernorm.evaluation import evaluate, evaluate_checkpoint, scaled_losses
 from tapernorm.generate import generate
 from tapernorm.model import build_model
 from tapernorm.schema import ConfigError, validate
@@ -72,6 +75,110 @@ def test_evaluation_leaves_the_models_mode(tiny: Callable[..., Config]) -> None:
     first = evaluate(model, x, x, batch_size=2)
     assert model.training and first.tokens == 160
     assert first.loss == pytest.approx(evaluate(model, x, x, batch_size=5).loss, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ the best temperature
+
+
+class Bigrams(torch.nn.Module):
+    """Logits that depend on the token alone, `scale` times a table (V, V); counts the windows it is asked about."""
+
+    def __init__(self, table: torch.Tensor, scale: float = 1.0) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding.from_pretrained(scale * table)
+        self.windows = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.windows += len(tokens)
+        return self.embed(tokens)
+
+
+@pytest.fixture(scope="module")
+def bigrams() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(table, inputs, targets): 4,096 windows of 32 tokens drawn from softmax(1.3 table)."""
+    generator = torch.Generator().manual_seed(0)
+    table = 2 * torch.randn(50, 50, generator=generator)
+    x = torch.randint(0, 50, (4096, 32), generator=generator)
+    drawn = torch.multinomial(torch.softmax(1.3 * table, -1)[x.flatten()], 1, generator=generator)
+    return table, x, drawn.view_as(x)
+
+
+@pytest.mark.parametrize("scale", [0.03, 0.9, 1.0, 1.2, 30.0])
+def test_the_best_temperature_is_the_one_of_a_minimiser_in_float64(bigrams: Any, scale: float) -> None:
+    table, x, y = bigrams
+    counts = torch.bincount(50 * x.flatten() + y.flatten(), minlength=2500).view(50, 50) / x.numel()
+    best = minimize_scalar(lambda b: -(counts * torch.log_softmax(b * table.double(), -1)).sum().item(), (1.0, 1.5))
+    model = Bigrams(table, scale)
+    plain = evaluate(model, x, y, 64)
+    assert (plain.best_temperature, plain.loss_best_temperature) == (None, None)
+    model.windows = 0
+    found = evaluate(model, x, y, 64, best_temperature=True)
+    assert found.loss == plain.loss and found.tokens == plain.tokens  # bit for bit
+    assert found.best_temperature == pytest.approx(scale / best.x, rel=1e-3)
+    assert found.loss_best_temperature == pytest.approx(best.fun, abs=2e-6)
+    assert found.loss_best_temperature is not None and found.loss_best_temperature < plain.loss
+    assert model.windows < 1.7 * len(x)  # one whole pass, and a few on a sixteenth
+    # What is said of that temperature is what the logits give there.
+    cooled = evaluate(Bigrams(table, scale / found.best_temperature), x, y, 64)  # type: ignore[operator]
+    assert cooled.loss == pytest.approx(found.loss_best_temperature, abs=2e-6)
+    again = evaluate(Bigrams(table, scale), x, y, 100, best_temperature=True)
+    assert again.best_temperature == pytest.approx(found.best_temperature, rel=1e-6)
+    assert again.loss_best_temperature == pytest.approx(found.loss_best_temperature, abs=1e-7)
+
+
+def test_the_derivatives_are_those_of_autograd(bigrams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, x, y = bigrams
+    logits, targets = 3 * table.double()[x[:2].flatten()], y[:2].flatten()
+    b = torch.full(targets.shape, 1.7, dtype=torch.float64, requires_grad=True)
+    loss = F.cross_entropy(b[:, None] * logits, targets, reduction="none")
+    (first,) = torch.autograd.grad(loss.sum(), b, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), b)
+    expected = torch.stack([loss, first, second]).detach()
+    for piece in (1, 7 * 50, 2**18):
+        monkeypatch.setattr(evaluation, "CACHED", piece)
+        torch.testing.assert_close(scaled_losses(logits, targets, 1.7), expected, rtol=1e-12, atol=1e-12)
+    assert (expected[2] >= 0).all()
+
+
+def test_no_best_temperature_where_there_is_none(bigrams: Any) -> None:
+    table, x, y = bigrams
+    spoilt, huge = table.clone(), table.clone()
+    spoilt[7, 3], huge[7, 3] = float("nan"), float("inf")
+    inverse = (-table).argmax(-1)[x]  # the smaller the logits, the better
+    for logits, targets in ((spoilt, y), (huge, y), (table, inverse)):
+        plain = evaluate(Bigrams(logits), x, targets, 64)
+        found = evaluate(Bigrams(logits), x, targets, 64, best_temperature=True)
+        assert found.best_temperature is found.loss_best_temperature is None
+        assert math.isnan(found.loss) if math.isnan(plain.loss) else found.loss == plain.loss
+    # The larger, the better: as good as it gets.
+    sure = evaluate(Bigrams(torch.eye(50)), x, x, 64, best_temperature=True)
+    assert sure.loss_best_temperature == pytest.approx(0, abs=1e-5) and sure.loss > 2
+    # Nothing to gain at any temperature.
+    flat = evaluate(Bigrams(torch.zeros(50, 50)), x, y, 64, best_temperature=True)
+    assert flat.best_temperature == 1.0 and flat.loss_best_temperature == pytest.approx(np.log(50))
+
+
+def test_the_best_temperature_separates_scale_from_content(
+    byte_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sharpen(weights: dict[str, torch.Tensor]) -> None:
+        weights["head.weight"] *= 1.2
+
+    sharper = str(altered(byte_run, tmp_path / "sharper", sharpen))
+    said: list[str] = []
+    alone = measured({"checkpoint": str(byte_run), "fold": True}, said.append)
+    assert alone["loss_best_temperature"] <= alone["loss"] + 1e-6
+    assert any(f"at the best temperature, T* = {alone['best_temperature']:.4f}: loss" in line for line in said)
+    for name in ("best_temperature", "loss_best_temperature"):
+        assert alone["folded"][name] == pytest.approx(alone[name], abs=1e-4), name
+    first, second = measured({"checkpoint": (str(byte_run), sharper)})["checkpoints"]
+    assert first["loss"] == alone["loss"] and first["loss_best_temperature"] == alone["loss_best_temperature"]
+    assert second["best_temperature"] == pytest.approx(1.2 * first["best_temperature"], rel=1e-3)
+    assert second["loss_best_temperature"] == pytest.approx(first["loss_best_temperature"], abs=2e-6)
+    found = second["versus_baseline"]
+    assert abs(found["mean"]) > 1e-3 and abs(found["at_best_temperature"]["mean"]) < 2e-6
+    table = capsys.readouterr().out
+    assert "loss at T*" in table and f"{second['loss_best_temperature']:.4f}" in table
 
 
 def test_P22_an_untrained_model_emits_only_decodable_ids(tiny: Callable[..., Config], tmp_path: Path) -> None:
@@ -179,6 +286,7 @@ def test_losses_that_are_not_finite_are_counted_and_do_not_raise(byte_run: Path,
     assert report["loss"] is report["loss_se"] is report["perplexity"] is report["bits_per_byte"] is None
     assert report["samples"] == [] and any("no samples" in line for line in said)
     assert report["folded"]["nonfinite"] == report["nonfinite"]
+    assert report["best_temperature"] is report["loss_best_temperature"] is None
     assert any(f"{report['nonfinite']} of 256 losses are not finite" in line for line in said)
     both = measured({"checkpoint": (str(byte_run), checkpoint)}, said.append)
     assert both["checkpoints"][1]["versus_baseline"]["mean"] is None
@@ -275,6 +383,8 @@ def test_a_sweep_against_its_baseline(sweep: Path, capsys: pytest.CaptureFixture
     found = second["versus_baseline"]
     assert found["mean"] == pytest.approx(second["loss"] - first["loss"])
     assert found["low"] < found["mean"] < found["high"] and found["documents"] == second["documents"] > 5
+    best = found["at_best_temperature"]
+    assert best["mean"] == pytest.approx(second["loss_best_temperature"] - first["loss_best_temperature"], abs=1e-9)
     assert second["folded"]["versus_baseline"]["mean"] == pytest.approx(found["mean"], abs=1e-5)
     table = capsys.readouterr().out
     assert table.count("all_taper_folded") == 1 and "difference (95 %)" in table

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tapernorm import checkpoint as checkpoints
 from tapernorm.commands import EvaluateConfig, ExportConfig
 from tapernorm.config import build, resolve
-from tapernorm.evaluation import evaluate_checkpoint
+from tapernorm.evaluation import evaluate_checkpoint, save_folded
 from tapernorm.export import _write_norm_free as write_norm_free
 from tapernorm.export import export, norm_free_config, read_exported
 from tapernorm.fold import fold
@@ -35,12 +35,13 @@ ROOT = Path(__file__).parents[1]
 BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
 VOCAB, EOT = BYTES.n_vocab, BYTES.eot
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": GPT2, "rotary_layer": {"norm_family": "layer"}}
+KINDS = NORMS | {"all_but_first": {"kind": "taper", "name": "all_but_first", "sites": ["1-.attn", "mlp", "final"]}}
 MODES = ("baseline", "internal_taper", "all_taper", "fake_ln", "none")
 
 
 def saved(directory: Path, norm: str, family: str, step: int = 24, tokenizer: Tokenizer = BYTES) -> Path:
     """A checkpoint of a random model with logits of order one, at gate 0 unless `step` is an earlier one."""
-    tree = merge(TINY, {"norm": NORMS[norm], "model": FAMILIES[family], "tokenizer": {"kind": "bytes"}})
+    tree = merge(TINY, {"norm": KINDS[norm], "model": FAMILIES[family], "tokenizer": {"kind": "bytes"}})
     config = resolve(build(tree), VOCAB)
     decoder, generator = build_model(config), torch.Generator().manual_seed(3)
     for parameter in decoder.parameters():
@@ -181,6 +182,48 @@ def test_gains_may_fold_too_and_folded_checkpoints_go_out(tmp_path: Path) -> Non
     assert json.loads((out / "config.json").read_text())["norm_gain"] is False
 
 
+@pytest.mark.parametrize("family", ["llama", "rotary_layer"])
+@torch.no_grad()
+def test_a_table_goes_along(tmp_path: Path, family: str) -> None:
+    ours, out = exported(tmp_path, "all_but_first", family, fold_table=True)
+    theirs, x = load(out), tokens()
+    assert_close(theirs(x).logits, ours(x))
+    assert not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in theirs.modules())
+    assert json.loads((out / "config.json").read_text())["norms"] == ["table", *["none"] * 4]
+    assert json.loads((out / "certificate.json").read_text())["norm_operations"] == {"unfolded": 1, "folded": 0}
+    back = read_exported(out).eval()
+    assert torch.equal(back(x), fold(ours, gains=False, table=True)(x))
+    assert (theirs.double()(x).logits - back.double()(x)).abs().max() < 1e-12 * back(x).abs().max()
+    prompts = [row[:6].tolist() for row in x]
+    wanted = generate(ours, prompts, 15, temperature=0, eot=-1)
+    for use_cache in (True, False):
+        rows = theirs.generate(
+            x[:, :6],
+            attention_mask=torch.ones_like(x[:, :6]),
+            max_new_tokens=15,
+            do_sample=False,
+            use_cache=use_cache,
+            eos_token_id=-1,
+        )
+        assert rows[:, 6:].tolist() == wanted
+    with pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
+        theirs(inputs_embeds=theirs.embed(x))
+    theirs.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again").double()(x).logits, theirs(x).logits)
+
+
+def test_a_baseline_with_a_table_has_no_stock_layout(tmp_path: Path) -> None:
+    _, out = exported(tmp_path, "baseline", "llama", format="auto", fold_table=True)
+    assert json.loads((out / "config.json").read_text())["norms"] == ["table", *["rms"] * 4]
+    path = saved(tmp_path / "plain", "all_but_first", "llama")
+    model, config, _ = checkpoints.load_model(path)
+    folded = fold(model)
+    meta = checkpoints.read_meta(path)
+    save_folded(tmp_path / "folded", folded, config, BYTES, meta, {})
+    with pytest.raises(ConfigError, match="folded already"):
+        export(ExportConfig(checkpoint=str(tmp_path / "folded"), out=str(tmp_path / "x"), fold_table=True))
+
+
 @pytest.mark.parametrize(("dtype", "stored"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
 def test_the_precision_of_the_weights(tmp_path: Path, dtype: str, stored: str) -> None:
     _, out = exported(tmp_path, "all_taper", "llama", dtype=dtype)
@@ -215,6 +258,9 @@ def test_stock_layouts_need_no_code(tmp_path: Path, norm: str, family: str) -> N
         ("all_taper", "gpt2", {"format": "gpt2", "dtype": "float16"}, "float16 cannot hold"),
         ("all_taper", "llama", {"format": "llama"}, r"Llama has an RMSNorm with a gain at 0\.attn"),
         ("dyt", "llama", {}, r"DyT at 0\.attn has no Hugging Face form"),
+        ("baseline", "llama", {"format": "llama", "fold_table": True}, "format=llama has no place for a table"),
+        ("all_but_first", "gpt2", {"fold_table": True}, "fold_table: with model.positions=learned"),
+        ("all_taper", "llama", {"fold_table": True}, r"fold_table: .*no standard norm at 0\.attn"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_leaves_nothing(

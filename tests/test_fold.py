@@ -16,6 +16,7 @@ from tapernorm.config import Config, build, resolve
 from tapernorm.evaluation import evaluate_checkpoint
 from tapernorm.fold import certificate, count_norm_operations, describe, fold
 from tapernorm.gate import Phase
+from tapernorm.generate import generate
 from tapernorm.model import Decoder, build_model
 from tapernorm.run import check_keys, run_single
 from tapernorm.schema import ConfigError, to_dict
@@ -26,7 +27,10 @@ VOCAB = 61
 CHOICES = NORMS | {
     "selected_taper": {"kind": "taper", "name": "selected_taper", "sites": ["0.attn", "1.mlp", "final"]},
     "dyt": {"kind": "dyt", "name": "dyt", "sites": ["attn"]},
+    "all_but_first": {"kind": "taper", "name": "all_but_first", "sites": ["1-.attn", "mlp", "final"]},
+    "internal_but_first": {"kind": "taper", "name": "internal_but_first", "sites": ["1-.attn", "mlp"]},
 }
+TABLES = ("all_but_first", "internal_but_first", "baseline")
 FAMILIES = ("rms", "layer")
 
 
@@ -86,7 +90,7 @@ def test_what_is_left(family: str) -> None:
     assert left("internal_taper", gains=False)["final"].weight is not None
     dyt = tapered(config_of("dyt", norm_family=family))
     report = certificate(dyt, fold(dyt), tokens(1))
-    wanted = {"removed": [], "weightless": ["0.mlp", "1.mlp", "final"], "not_folded": ["0.attn", "1.attn"]}
+    wanted = {"removed": [], "table": [], "weightless": ["0.mlp", "1.mlp", "final"], "not_folded": ["0.attn", "1.attn"]}
     assert report["sites"] == wanted
     assert "not folded, left as they are: 0.attn, 1.attn" in "\n".join(describe(report))
 
@@ -128,6 +132,103 @@ def test_P32_an_open_gate_is_refused_in_one_line(gate: float, phase: Phase) -> N
 def test_a_folded_model_is_not_folded_again() -> None:
     with pytest.raises(ConfigError, match="folded already"):
         fold(fold(tapered(config_of("all_taper"))))
+
+
+# --------------------------------------------------------------------------------------------------- table of 0.attn
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest of b."""
+    assert b.abs().max() > 1
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("gains", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("norm", TABLES)
+@torch.no_grad()
+def test_a_norm_of_the_embedding_alone_is_a_table(norm: str, family: str, gains: bool, tied: bool) -> None:
+    model, x = tapered(config_of(norm, norm_family=family, tied=tied, biases=not tied)), tokens()
+    folded, plain = fold(model, gains=gains, table=True), fold(model, gains=gains)
+    taps: dict[str, Tensor] = {}
+    assert distance(folded.readout(folded.trunk(x, taps)), model(x)) < 1e-12
+    assert torch.equal(taps["0.attn"], model.embed(x))
+    single = fold(model.float(), gains=gains, table=True)
+    assert single.table is not None and single.table.weight.dtype is torch.float32
+    assert distance(single(x), model(x)) < 1e-5
+
+    # One layer and its weights fewer, V x D more.
+    assert isinstance(folded.blocks[0].attn_norm, nn.Identity) and plain.table is None
+    gone = sum(parameter.numel() for parameter in plain.blocks[0].attn_norm.parameters())
+    beta = plain.blocks[0].attn.qkv.bias is not None and folded.blocks[0].attn.qkv.bias is None
+    assert folded.n_parameters() - plain.n_parameters() == VOCAB * 16 - gone - 48 * beta
+    assert count_norm_operations(folded, x) == count_norm_operations(plain, x) - 1
+    kept = {"all_but_first": 0, "internal_but_first": 1, "baseline": 4}[norm]
+    assert count_norm_operations(folded, x) == kept
+
+    report = certificate(model, single, tokens(1))
+    assert report["errors"]["float64"]["max_logit_error"] < 1e-12 * report["max_logit"]
+    assert report["sites"]["table"] == ["0.attn"] and report["norm_operations"]["folded"] == kept
+    assert "  0.attn reads a table by token id, in which its norm is done" in describe(report)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_table_decodes_with_the_cache_at_every_position(family: str, fixed: bool) -> None:
+    model, x = tapered(config_of("all_but_first", norm_family=family)), tokens(3)
+    folded, wanted = fold(model, table=True), model(x)
+    cache, lengths = folded.new_cache(3, fixed=fixed), [1, 4, 9]
+    logits = folded.readout(folded.trunk(x[:, :9], cache=cache))
+    cache.truncate(lengths)
+    assert all(distance(logits[row, :n], wanted[row, :n]) < 1e-12 for row, n in enumerate(lengths))
+    for step in range(7):
+        ids = torch.stack([x[row, n + step] for row, n in enumerate(lengths)])
+        logits = folded.readout(folded.trunk(ids[:, None], cache=cache))[:, 0]
+        assert all(distance(logits[row], wanted[row, n + step]) < 1e-12 for row, n in enumerate(lengths))
+    prompts = [row[:n].tolist() for row, n in zip(x, lengths, strict=True)]
+    texts = [generate(m, prompts, 20, temperature=0, eot=-1) for m in (model, folded)]  # past the context, too
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("norm", "keys", "message"),
+    [
+        ("all_but_first", {"positions": "learned"}, "fold_table: with model.positions=learned 0.attn reads more than"),
+        *(
+            (norm, {}, rf"fold_table: norm {norm} has no standard norm at 0\.attn to make a table of; norm\.sites=")
+            for norm in ("all_taper", "dyt", "fake_ln", "none")
+        ),
+    ],
+)
+def test_a_table_is_refused_in_one_line(norm: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as fault:
+        fold(tapered(config_of(norm, **keys)), table=True)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_is_evaluated_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    run_dir, saved = tmp_path / "run", tmp_path / "folded"
+    tree = merge(TINY, {"norm": CHOICES["all_but_first"], "model": {"norm_family": family, "dropout": 0.1}})
+    run(resolve(build(tree)), run_dir)
+    said: list[str] = []
+    common: dict[str, Any] = {"samples": 0, "device": "cpu"}
+    given = EvaluateConfig(checkpoint=str(run_dir), fold_table=True, save_folded=str(saved), **common)
+    report = evaluate_checkpoint(given, said.append)
+    folded = report["folded"]
+    assert folded["table"] is True and folded["loss"] == pytest.approx(report["loss"], abs=1e-5)
+    assert folded["certificate"]["errors"]["float64"]["max_logit_error"] < 1e-12 * folded["certificate"]["max_logit"]
+    assert any("4 of 5 norms removed" in line and "norm operations left in the graph: 0" in line for line in said)
+
+    assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), **common), said.append)["loss"] == folded["loss"]
+    model, config, _ = checkpoints.load_model(saved)
+    source, _, _ = checkpoints.load_model(checkpoints.find(run_dir))
+    x = torch.randint(0, config.model.vocab_size, (2, 32))
+    assert torch.equal(model.eval()(x), fold(source.eval(), table=True)(x))
+    with pytest.raises(ConfigError, match="folded already"):
+        evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), fold_table=True, **common), said.append)
 
 
 # -------------------------------------------------------------------------------------------------------- certificate
@@ -211,6 +312,7 @@ def test_a_folded_configuration_is_plain_data(norm: str) -> None:
     config = config_of(norm)
     folded = fold(tapered(config))
     tree = to_dict(Config(model=folded.config, norm=folded.norm_config))
+    assert tree["norm"].pop("table") is False  # as older checkpoints say it
     again = resolve(build(tree))
     assert again.norm == folded.norm_config and again.norm.name == f"{norm}_folded"
     Decoder(again.model, again.norm).load_state_dict(folded.state_dict(), strict=True)

@@ -14,6 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn import LayerNorm, RMSNorm
 
 from tapernorm import cli
 from tapernorm.config import build, resolve
@@ -210,7 +211,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     }
     norm = dict(NORMS[draw(st.sampled_from(list(NORMS)))])
     if norm["kind"] != "standard":
-        sites = draw(st.lists(st.sampled_from(["attn", "mlp", "final", "0.attn", "0.mlp"]), min_size=1, unique=True))
+        sites = draw(st.lists(st.sampled_from(["attn", "mlp", "final", "0.attn", "0-.mlp"]), min_size=1, unique=True))
         norm["sites"] = sites
     return {"model": model, "norm": norm}
 
@@ -222,9 +223,10 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     st.sampled_from([1e-3, 1.0, 30.0]),
     st.integers(0, 2**31),
     st.booleans(),
+    st.booleans(),
 )
 def test_folded_equals_unfolded_or_is_refused(
-    tree: dict[str, Any], gate: float, scale: float, seed: int, gains: bool
+    tree: dict[str, Any], gate: float, scale: float, seed: int, gains: bool, table: bool
 ) -> None:
     """Any shape, gains, biases and constants, in float64: logits within 1e-10 of the largest."""
     config = resolve(build(merge(TINY, tree)), 23)
@@ -240,10 +242,15 @@ def test_folded_equals_unfolded_or_is_refused(
     tokens = torch.randint(0, 23, (2, config.model.n_ctx), generator=generator)
     if gate and model.gated_norms():
         with pytest.raises(ConfigError, match="open gate cannot be folded") as caught:
-            fold(model, gains=gains)
+            fold(model, gains=gains, table=table)
+        refused(caught.value)
+        return
+    if table and (model.position_embed is not None or type(model.blocks[0].attn_norm) not in (RMSNorm, LayerNorm)):
+        with pytest.raises(ConfigError, match="fold_table") as caught:
+            fold(model, gains=gains, table=True)
         refused(caught.value)
         return
     with torch.no_grad():
-        expected, found = model(tokens), fold(model, gains=gains)(tokens)
+        expected, found = model(tokens), fold(model, gains=gains, table=table)(tokens)
     assert torch.isfinite(expected).all()
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()

@@ -124,6 +124,16 @@ def test_without_norms_the_logits_are_the_sum_over_components(tmp_path: Path, fa
 
 
 @torch.no_grad()
+def test_a_kept_norm_of_the_first_block_leaves_the_sum_whole(tmp_path: Path) -> None:
+    ours, x = model(tmp_path, "all_but_first", "llama"), tokens()
+    hooked = to_hooked(ours)
+    assert [type(m) for m in hooked.original_model.modules() if isinstance(m, nn.RMSNorm)] == [nn.RMSNorm]
+    _, cache = hooked.run_with_cache(x)
+    parts = cache.get_full_resid_decomposition(expand_neurons=False)
+    assert distance(parts.sum(0) @ hooked.W_U + hooked.b_U, ours(x)) < 1e-13
+
+
+@torch.no_grad()
 def test_removing_the_last_mlp_takes_its_share_only_without_a_final_norm(tmp_path: Path) -> None:
     def remove(x: Tensor, hook: Any) -> Tensor:
         return torch.zeros_like(x)
@@ -238,6 +248,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
     refused(tmp_path / "nothing", "no such directory")
     refused(saved(tmp_path / "dyt", "dyt", "llama"), r"norm dyt: DyT at 0\.attn is no norm of TransformerLens")
+    table = fold(checkpoints.load_model(saved(tmp_path / "table", "all_but_first", "llama"))[0], table=True)
+    refused(table, r"0\.attn is a table by token id, which TransformerLens has no place for")
     refused(saved(tmp_path / "open", "all_taper", "gpt2", step=14), r"open gate .*gate 0\.5 at 0\.attn")
     _, out = exported(tmp_path, "all_taper", "gpt2", format="gpt2")
     refused(out, "all_taper_gpt2: its LayerNorms stand there without effect; export it with format=tapernorm")

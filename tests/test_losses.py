@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,19 @@ def test_worst_documents_by_mean_and_by_total() -> None:
     }
     assert worst["total"][0]["excerpt"] == "b" * 64 + "..."
     assert losses_of(tokens, nats).worst(0) == {"mean": [], "total": []}
+
+
+def test_losses_at_the_best_temperature_are_those_of_the_same_tokens() -> None:
+    tokens = encoded(STORIES, BYTES)
+    plain = losses_of(tokens, random_nats(6, len(tokens) - 1))
+    assert plain.at_best is None
+    assert plain.statistics()["best_temperature"] is plain.statistics()["loss_best_temperature"] is None
+    both = replace(plain, temperature=0.9, best=0.5 * plain.nats)
+    assert both.at_best is not None
+    found = both.statistics()
+    assert (found["best_temperature"], found["loss"]) == (0.9, plain.statistics()["loss"])
+    assert found["loss_best_temperature"] == pytest.approx(both.at_best.statistics()["loss"], rel=1e-12)
+    assert np.array_equal(both.at_best.total, losses_of(tokens, 0.5 * plain.nats).total)
 
 
 # --------------------------------------------------------------------------------------------------------- differences

@@ -18,7 +18,7 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 def build_norm(config, site):
     """What is left of the norm at a site, by its place in the forward pass."""
     kind = config.norms[site]
-    if kind == "none":
+    if kind in ("none", "table"):
         return nn.Identity()
     layer = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[kind]
     return layer(config.d_model, eps=config.norm_eps, elementwise_affine=config.norm_gain)
@@ -81,8 +81,8 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config, 2 * index + 1)
         self.mlp = {"swiglu": SwiGLU, "gelu": GELU}[config.mlp](config, config.read_biases[2 * index + 1])
 
-    def forward(self, h, mask, angles, cache):
-        h = h + self.attn(self.attn_norm(h), mask, angles, cache)
+    def forward(self, h, mask, angles, cache, read=None):
+        h = h + self.attn(self.attn_norm(h) if read is None else read, mask, angles, cache)
         return h + F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, self.training)
 
 
@@ -96,6 +96,7 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.table = nn.Embedding(config.vocab_size, config.d_model) if config.norms[0] == "table" else None
         self.position_embed = nn.Embedding(config.n_ctx, config.d_model) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.final_norm = build_norm(config, -1)
@@ -139,6 +140,9 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and cache is None:
             cache = DynamicCache()
         h = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.table is not None and input_ids is None:
+            raise ValueError("a norm of this model is a table by token id: give input_ids, not inputs_embeds")
+        read = None if self.table is None else self.table(input_ids)
         n_past = 0 if cache is None else int(cache.get_seq_length())
         positions = self._positions(h, attention_mask, n_past) if position_ids is None else position_ids
         angles = None
@@ -152,7 +156,7 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
         h = F.dropout(h, self.config.dropout, self.training)
         mask = self._mask(h, attention_mask, n_past)
         for block in self.blocks:
-            h = block(h, mask, angles, cache)
+            h, read = block(h, mask, angles, cache, read), None
         h = self.final_norm(h if isinstance(logits_to_keep, int) and not logits_to_keep else _last(h, logits_to_keep))
         logits = F.linear(h, self.embed.weight) if self.head is None else self.head(h)
         loss = None if labels is None else _shifted_loss(logits, labels, num_items_in_batch)

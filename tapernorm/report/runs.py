@@ -286,9 +286,10 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
 
 def _tokens(file: Path) -> Tree | None:
     """{"step": k, "theory": [...], "measured": [...]}, None if there is no such file or it is damaged."""
+    keys = ("theory", "measured")
     with suppress(OSError, ValueError, KeyError, TypeError):
         tree = json.loads(file.read_text(encoding="utf-8"))
-        return {"step": int(tree["step"]), **{key: [float(v) for v in tree[key]] for key in ("theory", "measured")}}
+        return {"step": int(tree["step"]), **{key: [v if v is None else float(v) for v in tree[key]] for key in keys}}
     return None
 
 
