@@ -37,6 +37,8 @@ METRICS: dict[str, str] = {
     "train/loss": "cross-entropy on the training batches since the previous row, nats per token; no anchor term",
     "val/loss": "cross-entropy on the fixed validation tokens, nats per token",
     "val/perplexity": "exp(val/loss)",
+    "val/best_temperature": "T* = argmin_T mean cross-entropy of z / T on the validation tokens",
+    "val/loss_best_temperature": "the loss there, nats per token",
     "anchor/loss": "the anchor's scale loss before its weight",
     "anchor/weighted": "lambda times anchor/loss: what the anchor adds to the training objective",
     "anchor/force": "the restoring force d(anchor/weighted) / d ln s, nats per e-fold; positive pulls the scale down",
