@@ -29,7 +29,8 @@ LINEAR, LOG = False, True  # the y axis
 SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     "Loss and gate": [
         ("Loss, with the gate", ("train/loss", "val/loss", "gate/g"), LINEAR),
-        ("Validation loss", ("val/loss",), LINEAR),
+        ("Validation loss", ("val/loss", "val/loss_best_temperature"), LINEAR),
+        ("Best temperature", ("val/best_temperature",), LINEAR),
         ("Gate", ("gate/g",), LINEAR),
     ],
     "Logit chasing": [
