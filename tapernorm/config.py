@@ -215,7 +215,7 @@ class CalibrationConfig:
         "what c stands in for 1/r by; null: log for tracked, else least_squares, as published", None
     )
     decay: Annotated[float | None, Field(ge=0, lt=1)] = meaning(
-        "EMA decay per optimizer step; null: 0.8 for tracked, else 0.99", None
+        "EMA decay per optimizer step; null: 0.5 for tracked, else 0.99", None
     )
     window: PositiveInt | None = meaning(
         "ema and fake_ln: steps before k_warmup that feed it; null: half the warmup, at least 30, at most 1/(1-decay)",
@@ -527,7 +527,7 @@ def resolve_horizons(config: Config) -> dict[str, int]:
 
 
 def _decay(calibration: CalibrationConfig) -> float:
-    return {"tracked": 0.8}.get(calibration.kind, 0.99) if calibration.decay is None else calibration.decay
+    return {"tracked": 0.5}.get(calibration.kind, 0.99) if calibration.decay is None else calibration.decay
 
 
 def resolve(config: Config, vocab_size: int | None = None) -> Config:
