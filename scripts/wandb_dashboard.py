@@ -29,11 +29,13 @@ LINEAR, LOG = False, True  # the y axis
 SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     "Loss and gate": [
         ("Loss, with the gate", ("train/loss", "val/loss", "gate/g"), LINEAR),
-        ("Validation loss", ("val/loss",), LINEAR),
+        ("Validation loss", ("val/loss", "val/loss_best_temperature"), LINEAR),
+        ("Best temperature", ("val/best_temperature",), LINEAR),
         ("Gate", ("gate/g",), LINEAR),
     ],
     "Logit chasing": [
-        ("Residual scale and its target", ("scale/final_rms_mean", "scale/target"), LOG),
+        ("Residual scale since the warmup", ("scale/drift",), LINEAR),
+        ("Residual scale and its level at the warmup's end", ("scale/final_rms_mean", "scale/target"), LOG),
         ("Logit norm", ("logits/norm_mean",), LOG),
         ("Largest logit", ("logits/abs_max",), LOG),
         ("Spread of the logits", ("logits/std",), LINEAR),
@@ -60,6 +62,7 @@ SECTIONS: dict[str, list[tuple[str, tuple[str, ...], bool]]] = {
     ],
     "Calibration": [
         ("c at each norm", ("calib/c.<site>",), LOG),
+        ("Mismatch of c", ("calib/mismatch.<site>",), LINEAR),
         ("Gain of the tapered branch", ("taper/gain_rms.<site>",), LINEAR),
     ],
     "Throughput and health": [

@@ -35,13 +35,14 @@ def train(
     directory: Path,
     checkpoint: Path | None = None,
     say: Callable[[str], None] = print,
-    at_end: Callable[[dict[str, Any]], None] = lambda outcome: None,
+    at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda outcome: {},
 ) -> dict[str, Any]:
     """Train to config.trainer.max_steps inside `directory` and return the run's summary.
 
     Goes on from `checkpoint` if given, exactly as if it had never stopped. `at_end` gets the outcome of a run that
-    finished or diverged while the tracker is still open, so that it can take what is written then. Raises ConfigError
-    for data or devices that do not fit, Divergence for a non-finite loss, Interrupted after SIGINT or SIGTERM.
+    finished or diverged while the tracker is still open, so that it can take what is written then; what it returns
+    joins the summary. Raises ConfigError for data or devices that do not fit, Divergence for a non-finite loss,
+    Interrupted after SIGINT or SIGTERM.
     """
     device = dist.place(pick_device(config.trainer.device))
     keep_freed_memory()
@@ -70,7 +71,7 @@ def train(
             raise
         summary = run.summary()
         run.write_tokens()
-        at_end({**summary, "status": "finished", "error": None})
+        summary |= at_end({**summary, "status": "finished", "error": None})
         tracker.finish("finished", summary)
     conclude(run)
     return summary

@@ -252,14 +252,19 @@ def _log_fault(directory: Path, error: Exception) -> str:
     return text
 
 
-def write_page(directory: Path, summary: Tree, say: Say) -> None:
-    """report.html of the run. Whatever goes wrong with it is said in one line: a result never depends on it."""
+def write_page(directory: Path, summary: Tree, say: Say) -> Tree:
+    """report.html of the run; returns its verdict, for the summary.
+
+    Whatever goes wrong with it is said in one line: a result never depends on it.
+    """
     try:
         from tapernorm import report  # here, as only this needs it
 
         report.write_page(directory, summary)
+        return {"verdict": report.verdict(directory, summary)}
     except Exception as error:
         say(f"warning: no report.html ({type(error).__name__}: {' '.join(str(error).split())})")
+        return {}
 
 
 def _outcome(start: Start, say: Say) -> Tree:
@@ -267,9 +272,9 @@ def _outcome(start: Start, say: Say) -> Tree:
 
     config, directory, began = start.config, start.directory, time.monotonic()
 
-    def at_end(outcome: Tree) -> None:
-        if config.report:
-            write_page(directory, _summary(config, outcome, time.monotonic() - began), say)
+    def at_end(outcome: Tree) -> Tree:
+        summary = _summary(config, outcome, time.monotonic() - began)
+        return write_page(directory, summary, say) if config.report else {}
 
     try:
         result = loop.train(config, directory, checkpoint=start.checkpoint, say=say, at_end=at_end)

@@ -382,7 +382,8 @@ def is_failure(summary: run.Tree, kind: str | None) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- table
-# drift: ln of the final residual scale over its target at k_warmup, the sign of logit chasing
+# T*: at the best temperature; drift: ln of the final residual scale over the one at k_warmup; mismatch: the worst
+# |ln(c r)| of all sites, at the first step with gate 0 and at the end
 
 
 def report() -> bool:
@@ -419,8 +420,12 @@ def write_report(directory: Path) -> None:
         _say(f"warning: no report ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
-COLUMNS = ("job", "status", "norm", "anchor", "seed", "val loss", "gap %", "drift", "steps", "seconds")
-FORMATS = {"val loss": "{:.4f}", "gap %": "{:+.2f}", "drift": "{:+.2f}", "seconds": "{:.1f}"}
+COLUMNS = (
+    "job", "status", "norm", "anchor", "seed", "val loss", "gap %", "loss T*", "drift", "mismatch", "at end", "steps",
+    "seconds",
+)  # fmt: skip
+FORMATS = dict.fromkeys(("val loss", "loss T*"), "{:.4f}") | dict.fromkeys(("gap %", "drift"), "{:+.2f}")
+FORMATS |= {"mismatch": "{:.2f}", "at end": "{:.2f}", "seconds": "{:.1f}"}
 
 
 def rows_of(sweep: Sweep) -> list[run.Tree]:
@@ -432,6 +437,7 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         summary, config = _read(sweep.directory / name)
         match = run.match_key(config)
         loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
+        mismatch = summary.get("mismatch") or {}
         if summary.get("status") != "finished":
             loss = None  # of a diverged run, a number that means nothing beside the others
         if loss is not None and run.is_baseline(config):
@@ -439,11 +445,12 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
         rows.append(
             {
                 "job": name,
-                **{
-                    key: summary.get(key)
-                    for key in ("status", "norm", "anchor", "seed", "drift", "steps", "seconds", "error")
-                },
+                **{key: summary.get(key) for key in ("status", "norm", "anchor", "seed", "steps", "seconds", "error")},
                 "val loss": loss,
+                "loss T*": None if loss is None else summary.get("val_loss_best_temperature"),
+                "drift": summary.get("drift") if "mismatch" in summary else None,  # older ones have another zero
+                "mismatch": mismatch.get("gate_0"),
+                "at end": mismatch.get("end"),
                 "match": match,
                 "failed": name in (sweep.jobs or folders) and is_failure(summary, kind),
             }

@@ -23,7 +23,7 @@ from tapernorm.config import Config, build, resolve
 from tapernorm.report import charts, compare, page, runs
 from tapernorm.report.compare import Comparison
 from tapernorm.schema import to_dict, write_yaml
-from tapernorm.tracking import METRICS
+from tapernorm.tracking import METRICS, Tracker
 from tests.conftest import NORMS, TINY, merge
 
 REPO = Path(__file__).parents[1]
@@ -33,13 +33,13 @@ HOSTILE = "</script><b>bold</b><script>window.hacked=1</script>"
 
 
 def rows(config: Config, loss: float, drift: float = 0.0, nudge: float = 0.0) -> list[dict[str, Any]]:
-    """Metrics of an invented run whose scale leaves its target of 2 by `drift` e-folds after the taper."""
+    """Metrics of an invented run whose scale leaves its level of 2 by `drift` e-folds after the gate has closed."""
     tapers = config.norm.kind == "taper"
     final = "final" in config.norm.sites
     found = []
     for step in STEPS:
         late = step > 18
-        share = max(0.0, min(1.0, (step - 10) / 10))
+        share = max(0.0, (step - 18) / 6)
         scale = 2 * math.exp(drift * share)
         row: dict[str, Any] = {
             "step": step,
@@ -48,6 +48,8 @@ def rows(config: Config, loss: float, drift: float = 0.0, nudge: float = 0.0) ->
             "val/loss": loss + 0.5 * (24 - step) / 24,
             "gate/g": max(0.0, min(1.0, (18 - step) / 8)) if tapers else 1.0,
             "grad/norm": 1.0,
+            "grad/final_hidden_norm": 0.01,
+            "radial/bound_ok": 1.0 if final and late else 0.0,
             "update/ratio": 0.01,
             "radial/train_mean": -0.1 if final and late else 0.0,
             "radial/theory": 0.2 + nudge,
@@ -64,7 +66,10 @@ def rows(config: Config, loss: float, drift: float = 0.0, nudge: float = 0.0) ->
         if tapers:
             row |= {f"calib/c.{site}": 0.5 for site in SITES} | {f"taper/gain_rms.{site}": 1.0 for site in SITES}
         if step >= 10:
-            row["scale/target"] = 2.0
+            row |= {"scale/target": 2.0, "scale/drift": drift * share}
+            row |= {f"calib/mismatch.{site}": (step - 10) / 100 * (-1) ** i for i, site in enumerate(SITES) if tapers}
+        if step == 24:
+            row |= {"val/loss_best_temperature": 0.99 * loss - nudge, "val/best_temperature": 0.95}
         if step > 10 and config.anchor.kind != "none":
             row |= {"anchor/loss": 0.1, "anchor/weighted": 0.1, "anchor/force": 0.1}
         found.append(row)
@@ -91,12 +96,37 @@ def make(
     if status != "finished":
         found = found[:-2]
     text = "".join(json.dumps(row) + "\n" for row in found)
+    theory = [-0.5, 0.0, 2.0]
+    tokens = {"step": 24, "theory": theory, "measured": theory if "final" in config.norm.sites else [0.0] * 3}
+    (directory / "probe_tokens.json").write_text(json.dumps(tokens))
     (directory / "metrics.jsonl").write_text(text + '{"step": 99, "train/lo' * torn)
     if status:
         finished = {"val_loss": loss, "tokens": 3072} if status == "finished" else {}
         error = "the loss is not finite" if status == "diverged" else None
         run.write_summary(directory, {"status": status, "error": error, **finished})
     return directory
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """Put other rows in the place of a run's."""
+    file = directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return directory
+
+
+def with_levels(directory: Path, warmup: float, taper: float, end: float, pull: float = -0.1) -> Path:
+    """A run as older versions left it, with these levels at steps 10, 18 and 24, and a target that was stale."""
+    levels = {10: warmup, 18: taper, 24: end}
+
+    def change(row: dict[str, Any]) -> dict[str, Any]:
+        row = {key: v for key, v in row.items() if not key.startswith(("scale/drift", "scale/final", "calib/mismatch"))}
+        row |= {"scale/final_rms_mean": levels[row["step"]]} if row["step"] in levels else {}
+        row |= {"scale/target": 1.544} if row["step"] >= 10 else {}
+        return row | {"radial/train_mean": pull} if row["step"] > 18 else row
+
+    (directory / "probe_tokens.json").unlink()
+    return rewrite(directory, change)
 
 
 def comparison(folder: Path) -> Comparison:
@@ -224,7 +254,7 @@ def test_a_sweeps_table_has_the_same_gaps(three_seeds: Path) -> None:
     ("norm", "drift", "expected"),
     [
         ("all_taper", 0.5, "chasing"),
-        ("all_taper", 0.2, "held"),
+        ("all_taper", 0.05, "held"),
         ("all_taper", -0.5, "shrinking"),
         ("internal_taper", 0.8, "normed"),
         ("baseline", 0.8, "normed"),
@@ -234,6 +264,76 @@ def test_verdicts(tmp_path: Path, norm: str, drift: float, expected: str) -> Non
     found = runs.read(make(tmp_path / "run", norm, drift=drift))
     assert found.verdict == expected
     assert found.drift == pytest.approx(drift)
+
+
+FREE, HELD = {"kind": "none"}, {"kind": "mean_log"}
+
+
+@pytest.mark.parametrize(
+    ("norm", "anchor", "levels", "expected", "headline"),
+    [
+        ("all_taper", HELD, (4.26, 3.2, 2.67), "shrinking", "No logit chasing: the residual scale shrinks."),
+        ("all_taper", HELD, (4.26, 2.0, 2.67), "growing", "No logit chasing: the residual scale grows, but not above"),
+        ("all_taper", HELD, (2.0, 2.1, 2.6), "chasing", "This run chases logits."),
+        ("all_taper", FREE, (2.0, 2.2, 3.0), "chasing", "This run chases logits."),
+        ("internal_taper", FREE, (2.0, 4.0, 8.0), "normed", "No logit chasing: the final norm is in place."),
+        ("all_taper", FREE, (2.0, 6.0, 6.2), "held", "No logit chasing: the residual scale is held."),
+    ],
+    ids=[
+        "anchored, falls",
+        "anchored, back up to its level",
+        "anchored in vain",
+        "free",
+        "inner",
+        "grew before gate 0",
+    ],
+)
+def test_the_verdict_is_on_what_happened_since_the_gate_closed(
+    tmp_path: Path, norm: str, anchor: dict[str, Any], levels: tuple[float, float, float], expected: str, headline: str
+) -> None:
+    found = runs.read(with_levels(make(tmp_path / "run", norm, anchor=anchor), *levels))
+    assert found.verdict == expected
+    assert compare.headline(comparison(tmp_path)).startswith(headline)
+    assert found.growth == pytest.approx(math.log(levels[2] / levels[1]))
+    assert found.points("scale/drift") == [
+        (step, pytest.approx(math.log(level / levels[0]))) for step, level in zip((10, 18, 24), levels, strict=True)
+    ]
+    assert report.verdict(tmp_path / "run") == runs.VERDICTS[expected]
+
+
+def test_growth_that_a_final_norm_shows_too_is_no_chase(tmp_path: Path) -> None:
+    with_levels(make(tmp_path / "base"), 2.0, 3.0, 2.5)
+    with_levels(make(tmp_path / "inner", "internal_taper"), 2.0, 2.0, 3.0)
+    with_levels(make(tmp_path / "other", "internal_taper", seed=1), 2.0, 2.0, 9.0)
+    with_levels(make(tmp_path / "slow", "internal_taper", gate={"k_taper": 20}), 2.0, 2.0, 9.0)
+    for name, end, expected in (("less", 2.6, "growing"), ("more", 3.2, "chasing")):
+        folder = with_levels(make(tmp_path / name, "all_taper"), 2.0, 2.0, end)
+        found = comparison(tmp_path)
+        [run] = [run for run in found.runs if run.name == name]
+        assert run.verdict == expected
+        references = {"baseline": pytest.approx(math.log(2.5 / 3)), "internal_taper": pytest.approx(math.log(1.5))}
+        assert run.reference_growths == references
+        table = compare.runs_table(found)
+        place = table.columns.index("baseline's")
+        assert ("-0.18", "+0.41") in [row[place : place + 2] for row in table.rows]
+        shutil.rmtree(folder)
+
+
+def test_the_tables_have_mismatch_and_the_loss_at_the_best_temperature(tmp_path: Path) -> None:
+    make(tmp_path / "base")
+    make(tmp_path / "free", "all_taper", loss=3.03, drift=0.8)
+    table = compare.runs_table(comparison(tmp_path))
+    row = dict(zip(table.columns, table.rows[1], strict=True))
+    assert (row["worst mismatch"], row["at gate 0"], row["T*"]) == ("0.14", "0.08", "0.950")
+    assert table.rows[1][table.columns.index("validation loss") + 1] == "2.9997"
+    assert table.rows[1][table.columns.index("gap, %") + 1] == "+1.00"
+    with (report.write_report([tmp_path], tmp_path).parent / "report.csv").open() as file:
+        line = next(line for line in csv.DictReader(file) if line["run"] == "free")
+    assert float(line["mismatch_gate_0"]) == pytest.approx(0.08) and float(line["mismatch_end"]) == pytest.approx(0.14)
+    assert float(line["growth"]) == pytest.approx(0.8) and float(line["growth_baseline"]) == 0
+    rewrite(tmp_path / "base", lambda row: {key: value for key, value in row.items() if "temperature" not in key})
+    old = compare.runs_table(compare.compare_runs([runs.read(tmp_path / "base")]))
+    assert not {"worst mismatch", "T*", "at T*"} & set(old.columns)
 
 
 def test_a_run_whose_gate_is_open_is_not_judged(tmp_path: Path) -> None:
@@ -290,8 +390,9 @@ def test_the_restoring_force_is_derived_where_it_was_not_logged(tmp_path: Path) 
 
 
 def test_every_metric_that_is_drawn_or_named_exists() -> None:
-    drawn = {line.metric for chart in charts.CHARTS for line in chart.lines} - {runs.DRIFT, charts.GAP}
-    captions = " ".join([*(chart.caption for chart in charts.CHARTS), charts.LAYERS_CAPTION, charts.HEAT_CAPTION])
+    drawn = {line.metric for chart in charts.CHARTS for line in chart.lines} - {charts.GAP}
+    others = (charts.LAYERS_CAPTION, charts.HEAT_CAPTION, charts.MISMATCH_CAPTION, charts.TOKENS_CAPTION)
+    captions = " ".join([*(chart.caption for chart in charts.CHARTS), *others])
     assert drawn <= set(METRICS)
     assert set(re.findall(r"[a-z]+/[a-z0-9_]+(?:\.<site>)?", captions)) <= set(METRICS) | {"1/scale"}
 
@@ -371,7 +472,12 @@ def test_a_run_that_could_not_be_built_is_listed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- runs and commands
 
 
-def test_a_run_writes_its_page_quickly_unless_told_not_to(tiny: Callable[..., Config], tmp_path: Path, capsys) -> None:
+def test_a_run_writes_its_page_quickly_unless_told_not_to(
+    tiny: Callable[..., Config], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    ends: list[dict[str, Any]] = []
+    finish = Tracker.finish
+    monkeypatch.setattr(Tracker, "finish", lambda self, *given: (ends.extend(given[1:]), finish(self, *given)))
     config = tiny(norm="all_taper", anchor={"kind": "mean_log"}, trainer={"max_steps": 20}, report=True)
     for name, wanted in (("with", True), ("without", False)):
         tree = to_dict(config) | {"report": wanted}
@@ -379,6 +485,8 @@ def test_a_run_writes_its_page_quickly_unless_told_not_to(tiny: Callable[..., Co
         summary = run.execute(run.Start(resolve(build(tree)), tree, tmp_path / name), overrides=[])
         assert summary["status"] == "finished"
         assert (tmp_path / name / "report.html").exists() == wanted
+        assert (summary.get("verdict") in runs.VERDICTS.values()) == wanted
+        assert ends[-1].get("verdict") == summary.get("verdict"), "W&B's summary has it, too"
         assert ("report.html" in capsys.readouterr().out) == wanted
     start = time.process_time()  # other programs' time does not count
     report.write_page(tmp_path / "without")
@@ -561,7 +669,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make(sweep_dir / "dead", "all_taper", 2, status="diverged")
     make(sweep_dir / "alive", "all_taper", 3, status=None, torn=True)
     empty = make(folder / "empty", status=None)
-    (empty / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "probe_tokens.json"):
+        (empty / name).unlink()
     real = [Path(name) for name in os.environ.get("TAPERNORM_REPORT_RUNS", "").split(os.pathsep) if name]
     return {
         **({"real": report.write_report(real, folder / "real")} if real else {}),
@@ -584,7 +693,7 @@ def test_every_chart_has_data_at_every_width_and_theme(
     for name in pages.keys() - {"empty"}:
         view = View(browser, pages[name], width, dark)
         found = view.charts()
-        expected = {chart.id for chart in charts.CHARTS} | {"layers", "heat"}
+        expected = {chart.id for chart in charts.CHARTS} | {"layers", "heat", "mismatch", "tokens"}
         assert set(found) == expected
         assert {chart for chart, groups in found.items() if not groups} == ({"gap"} if name == "single" else set())
         assert view.js("return document.documentElement.scrollWidth") <= width, "nothing sticks out sideways"
@@ -611,7 +720,7 @@ def test_one_click_switches_a_run_in_all_charts(browser: Any, pages: dict[str, P
     view.click("[data-mode='0']")
     assert not any(group.startswith("base-") for groups in view.charts().values() for group in groups)
     view.click("#none")
-    assert {chart for chart, groups in view.charts().items() if groups} == {"heat"}
+    assert {chart for chart, groups in view.charts().items() if groups} == {"heat", "mismatch"}
     assert "No run is switched on" in view.js("return document.querySelector('#chart-loss .absent').textContent")
     view.click("#all")
     assert view.charts() == whole and view.errors() == []
@@ -679,7 +788,7 @@ def test_what_is_not_there_is_said(browser: Any, pages: dict[str, Path]) -> None
     absent = view.js(
         "return [...document.querySelectorAll('.absent')].map((note) => note.offsetHeight ? note.textContent : '')"
     )
-    assert len(absent) == len(charts.CHARTS) + 2 and all(text.startswith("Not recorded") for text in absent)
+    assert len(absent) == len(charts.CHARTS) + 4 and all(text.startswith("Not recorded") for text in absent)
     assert "unfinished at step 0" in view.js("return document.getElementById('uncounted').textContent")
     assert view.errors() == []
 

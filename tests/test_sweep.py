@@ -218,6 +218,19 @@ def test_the_table_pairs_by_seed_and_is_never_cut(launch, trainer, monkeypatch):
         assert job[6] == "300"
 
 
+def test_the_table_has_mismatch_and_best_temperature_where_the_summaries_do(launch, trainer):
+    assert launch("-m", "norm=baseline,all_taper", "sweep.name=s")[0] == 0
+    found = sweep.Sweep(Path("runs/sweeps/s"), [])
+    new = ("loss T*", "drift", "mismatch", "at end")
+    assert {row[key] for row in sweep.rows_of(found) for key in new} == {None}
+    for name, mismatch in (("baseline", None), ("all_taper", {"gate_0": 0.06, "end": 0.1})):
+        directory = found.directory / f"norm-{name}"
+        measured = {"mismatch": mismatch, "val_loss_best_temperature": 2.9, "drift": -0.2}
+        run.write_summary(directory, run.load_summary(directory) | measured)
+    rows = {row["norm"]: [row[key] for key in new] for row in sweep.rows_of(found)}
+    assert rows == {"baseline": [2.9, -0.2, None, None], "all_taper": [2.9, -0.2, 0.06, 0.1]}
+
+
 def test_jobs_know_their_sweep(launch, trainer):
     assert launch("-m", "seed=0,1")[0] == 0
     first, second = trainer.calls

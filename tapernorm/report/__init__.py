@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tapernorm.report.compare import Comparison, compare_runs, outlying
+from tapernorm.report.compare import BEST_LOSS, Comparison, compare_runs, outlying
 from tapernorm.report.page import markdown, render
 from tapernorm.report.runs import VERDICTS, discover, read
 from tapernorm.schema import write_text
 from tapernorm.tracking import METRICS_FILE, REPORT_FILE
 
-__all__ = ["last_change", "write_page", "write_report"]
+__all__ = ["last_change", "verdict", "write_page", "write_report"]
 
 
 def write_page(directory: Path, summary: dict[str, Any] | None = None) -> Path:
@@ -23,6 +23,11 @@ def write_page(directory: Path, summary: dict[str, Any] | None = None) -> Path:
     file = directory / REPORT_FILE
     write_text(file, render(compare_runs([read(directory, summary)]), directory.name, datetime.now()))
     return file
+
+
+def verdict(directory: Path, summary: dict[str, Any] | None = None) -> str:
+    """What the page of the run alone says of it, in words."""
+    return VERDICTS[read(directory, summary).verdict]
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
@@ -50,7 +55,8 @@ def last_change(directories: Sequence[Path]) -> float:
 
 
 def table_of_runs(comparison: Comparison) -> str:
-    """CSV, one row a run. Units: nats per token (losses), per cent (gaps), e-folds (drift), nats per e-fold (pull)."""
+    """CSV, one row a run. Units: nats per token (losses), per cent (gaps), e-folds (growth, drift, mismatch), nats per
+    e-fold (pull)."""
     rows = []
     for mode in comparison.modes:
         marks = outlying(comparison, mode)
@@ -70,11 +76,17 @@ def table_of_runs(comparison: Comparison) -> str:
                     "step": run.last_step,
                     "tokens": run.summary.get("tokens"),
                     "val_loss": run.val_loss,
+                    "val_loss_best_temperature": run.last(BEST_LOSS),
+                    "best_temperature": run.last("val/best_temperature"),
                     "gap_percent": comparison.gap(run),
+                    "gap_best_temperature_percent": comparison.best_gap(run),
                     "baseline": base.name if base else None,
                     "outlier": marks.get(run.seed) if run.seed is not None else None,
+                    "growth": run.growth,
+                    **{f"growth_{name}": run.reference_growths.get(name) for name in ("baseline", "internal_taper")},
                     "drift": run.drift,
-                    "scale_target": run.last("scale/target"),
+                    "level_at_k_warmup": run.last("scale/target"),
+                    **dict(zip(("mismatch_gate_0", "mismatch_end"), run.mismatches, strict=True)),
                     "logit_norm": run.last("logits/norm_mean"),
                     "logit_norm_gap_percent": comparison.logit_gap(run),
                     "logit_max": run.last("logits/abs_max"),

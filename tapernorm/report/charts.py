@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from tapernorm.report.compare import Comparison, Mode, interval, mode_verdict, number, told
-from tapernorm.report.runs import CHASING_DRIFT, DRIFT, VERDICTS, Points, Run
+from tapernorm.report.runs import DRIFT, GROWTH, MISMATCH, VERDICTS, Points, Run
 from tapernorm.statistics import estimate
 
 GAP = "gap"
@@ -43,20 +44,18 @@ class Chart:
     labelled: bool = False  # groups are named at the ends of their lines
     wide: bool = False
     levels: tuple[float, ...] = field(default=())  # horizontal lines
-    zone: float = 0.0  # a band of plus or minus so much
 
 
 DRIFT_CHART = Chart(
     "drift",
-    "Residual scale since calibration",
-    "ln(scale/final_rms_mean / scale/target), in e-folds: 0 is the level at k_warmup; within the grey band of "
-    f"±{CHASING_DRIFT:g} the scale counts as held. A tapered run without an anchor that climbs and does not level "
-    "off chases logits. Under a final norm the scale may drift, too, but it has no effect on the logits.",
+    "Residual scale since k_warmup",
+    "scale/drift: ln of scale/final_rms_mean over its value at k_warmup, in e-folds, so that 0 is the level at "
+    "k_warmup as measured. A run without a final norm that goes on climbing after k_taper, where the loss pulls "
+    "outwards, chases logits. Under a final norm the scale may drift, too, but it has no effect on the logits.",
     "drift [e-folds]",
     (Line(DRIFT, "drift"),),
     labelled=True,
     wide=True,
-    zone=CHASING_DRIFT,
     levels=(0.0,),
 )
 LOGITS_CHART = Chart(
@@ -121,12 +120,13 @@ CHARTS = (
     Chart(
         "scale",
         "Residual scale before the final norm",
-        "scale/final_rms_mean with its target scale/target (frozen at k_warmup), and scale/final_rms_p99, the "
-        "tokens that stick out. The unit is each run's own: compare with the target, not between runs.",
+        "scale/final_rms_mean with scale/target, the level at k_warmup (where an anchor holds it), and "
+        "scale/final_rms_p99, the tokens that stick out. The unit is each run's own: compare with the level at "
+        "k_warmup, not between runs.",
         "scale",
         (
             Line("scale/final_rms_mean", "mean"),
-            Line("scale/target", "target", "dot"),
+            Line("scale/target", "level at k_warmup", "dot"),
             Line("scale/final_rms_p99", "p99", "dash", shown=False),
         ),
     ),
@@ -138,6 +138,25 @@ CHARTS = (
         "weighted [nats]",
         (Line("anchor/weighted", "weighted"), Line("anchor/loss", "without weight", "dot", 2, shown=False)),
         "without weight",
+    ),
+    Chart(
+        "gradient",
+        "Gradient before the final norm",
+        "grad/final_hidden_norm: mean over tokens of the norm of the loss's gradient by the residual stream, on the "
+        "probe batch. Under a final norm it falls as the scale grows; without one, compare an anchored run with its "
+        "baseline.",
+        "gradient [nats/scale]",
+        (Line("grad/final_hidden_norm", "gradient"),),
+        settled=True,
+    ),
+    Chart(
+        "bound",
+        "Margin bound",
+        "radial/bound_ok: share of the probe's rightly predicted tokens whose radial gradient is as negative as their "
+        "margin demands. It must be 1 once the final norm is gone, and says nothing while it is there.",
+        "share of tokens",
+        (Line("radial/bound_ok", "share"),),
+        levels=(1.0,),
     ),
     Chart(
         "confidence",
@@ -175,10 +194,20 @@ LAYERS_CAPTION = (
     "taper/gain_rms.<site> is the tapered gain's size, which started as the norm's own."
 )
 HEAT_CAPTION = (
-    "scale/rms.<site> of one run, over steps and sites. Relative to calibration: ln of the scale over its value "
-    "at k_warmup; growth that starts at an early site and is carried on by all later ones is a blow-up in the "
+    "scale/rms.<site> of one run, over steps and sites. Relative: ln of the scale over its value at k_warmup as "
+    "measured; growth that starts at an early site and is carried on by all later ones is a blow-up in the "
     "making. Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before "
     "it saturates them."
+)
+MISMATCH_CAPTION = (
+    "calib/mismatch.<site> of one run from k_warmup on: mean over tokens of ln(c · scale). At 0 the constant c stands "
+    "in for 1/scale; at +0.5 the tapered branch is 1.65 times as large as the norm's. What is there at k_taper, where "
+    "c is all that is left, the model has to make up for. The colours span ±0.5."
+)
+TOKENS_CAPTION = (
+    "Radial gradient of single tokens of the probe batch at the end, nats per e-fold: automatic differentiation "
+    "against the theory, which needs the logits alone; one run of each mode. Tokens lie on the diagonal where the "
+    "final norm is gone and on the horizontal line where it is in place."
 )
 
 
@@ -192,16 +221,25 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "runs": runs,
         "grids": [list(grid) for grid in grids],
         "charts": [asdict(chart) for chart in CHARTS],
-        "captions": {"layers": LAYERS_CAPTION, "heat": HEAT_CAPTION},
+        "growth": GROWTH,
+        "captions": {
+            "layers": LAYERS_CAPTION,
+            "heat": HEAT_CAPTION,
+            "mismatch": MISMATCH_CAPTION,
+            "tokens": TOKENS_CAPTION,
+        },
     }
 
 
 def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
     """A mode and its line in the verdict: estimates as text."""
-    drift, logits, gap = (
+    growth, drift, logits, gap = (
         estimate(list(mode.values(measure).values()))
-        for measure in (lambda run: run.drift, comparison.logit_gap, comparison.gap)
+        for measure in (lambda run: run.growth, lambda run: run.drift, comparison.logit_gap, comparison.gap)
     )
+    others: dict[str, list[float]] = {}
+    for name, value in (item for run in mode.counted.values() for item in run.reference_growths.items()):
+        others.setdefault(name, []).append(value)
     first, n = mode.first, len(mode.counted)
     against = "reference" if mode.is_baseline else "no baseline"
     return {
@@ -209,6 +247,8 @@ def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
         "size": mode.size,
         "baseline": mode.is_baseline,
         "verdict": mode_verdict(mode),
+        "growth": interval(growth, "+.2f") or number(first.growth, "+.2f"),
+        "references": [f"{name} {number(fmean(values), '+.2f')}" for name, values in others.items()],
         "drift": interval(drift, "+.2f") or number(first.drift, "+.2f"),
         "logit_norm": number(first.last("logits/norm_mean"), ".1f"),
         "val_loss": number(first.val_loss, ".4f"),
@@ -241,7 +281,7 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
         "status": run.status,
         "verdict": run.verdict,
         "verdict_text": VERDICTS[run.verdict],
-        "drift": short(run.drift),
+        "growth": short(run.growth),
         "logit_gap": short(comparison.logit_gap(run)),
         "gap": short(comparison.gap(run)),
         "tokens_per_step": run.tokens_per_step or 1,
@@ -251,7 +291,9 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
         "thinned": thinned,
         "derived_force": run.derives_force,
         "layers": layers(run),
-        "heat": heat(run),
+        "heat": heat(run, "scale/rms."),
+        "mismatch": heat(run, MISMATCH),
+        "tokens": run.tokens and {key: [short(v) for v in run.tokens[key]] for key in ("theory", "measured")},
     }
 
 
@@ -280,10 +322,10 @@ def layers(run: Run) -> dict[str, Any] | None:
     }
 
 
-def heat(run: Run) -> dict[str, Any] | None:
-    """Residual scales, sites by steps; the step of the calibration is always among them."""
-    sites = run.sites()
-    rows = [row for row in run.rows if sites and f"scale/rms.{sites[0]}" in row]
+def heat(run: Run, prefix: str) -> dict[str, Any] | None:
+    """The metrics <prefix><site>, sites by steps; the step of the calibration is always among them."""
+    sites = run.sites(prefix)
+    rows = [row for row in run.rows if sites and f"{prefix}{sites[0]}" in row]
     if not rows:
         return None
     every = -(-len(rows) // HEAT_COLUMNS)
@@ -291,7 +333,7 @@ def heat(run: Run) -> dict[str, Any] | None:
     return {
         "sites": sites,
         "steps": [row["step"] for row in kept],
-        "scale": [[short(row.get(f"scale/rms.{site}")) for row in kept] for site in sites],
+        "values": [[short(row.get(f"{prefix}{site}")) for row in kept] for site in sites],
         "thinned": len(kept) < len(rows),
     }
 

@@ -7,17 +7,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tapernorm import run as saved_runs
-from tapernorm.report.runs import CHASING_DRIFT, LEVER, VERDICTS, Run, silence
+from tapernorm.report.runs import GROWTH, LEVER, VERDICTS, Run, silence
 from tapernorm.schema import leaves
 from tapernorm.statistics import OUTLIER_MIN, OUTLIER_Z, Estimate, estimate, holm, outliers, p_value, paired_percent
 from tapernorm.tracking import clock
 
 LISTED = 3  # modes that a headline names
 UNDECIDED = "not distinguishable"
+BEST_LOSS = "val/loss_best_temperature"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class Comparison:
         """Validation loss against the same seed's baseline, per cent."""
         return self._against(run, lambda found: found.val_loss)
 
+    def best_gap(self, run: Run) -> float | None:
+        """The same of the losses at the best temperature, which leaves out what a scale of all logits could mend."""
+        return self._against(run, lambda found: found.last(BEST_LOSS))
+
     def logit_gap(self, run: Run) -> float | None:
         """Logit norm against the same seed's baseline, per cent."""
         return self._against(run, lambda found: found.last("logits/norm_mean"))
@@ -99,11 +104,12 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
-    """Group runs into modes and find their baselines."""
+    """Group runs into modes and find their baselines and references."""
     baselines: dict[str, Run] = {}
     for run in runs:
         if run.is_baseline and run.finished:
             baselines.setdefault(run.match, run)
+    runs = [run if run.final_norm else replace(run, references=references(run, runs, baselines)) for run in runs]
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_mode_key(run), []).append(run)
@@ -118,6 +124,17 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     # A fixed order, never by result: ranking differences that may be noise would claim what is not known.
     modes.sort(key=lambda mode: (first_seen[mode.size], order.get(mode.first.norm, 9), mode.first.anchor != "none"))
     return Comparison(tuple(run for mode in modes for run in mode.runs), tuple(modes), baselines)
+
+
+def references(run: Run, runs: Sequence[Run], baselines: dict[str, Run]) -> list[Run]:
+    """The same seed's baseline and internal taper with the same gate, as far as there are finished ones."""
+    inner = (
+        other
+        for other in runs
+        if other.finished and other.final_norm and other.anchor == "none" and other.k_taper == run.k_taper is not None
+    )
+    found = [baselines.get(run.match), next((other for other in inner if other.match == run.match), None)]
+    return [other for other in found if other and run.resolved]
 
 
 def pairs(comparison: Comparison) -> list[Pair]:
@@ -212,15 +229,17 @@ def headline(comparison: Comparison) -> str:
     if not judged:
         return "Too early to tell whether a run chases logits: no gate has closed yet."
     if len(comparison.runs) == 1:
+        run = comparison.runs[0]
+        why = "above its level at k_warmup" if (run.pull or 0.0) < 0 else "by the pull of the loss"
         return {
             "chasing": "This run chases logits.",
-            "growing": "The residual scale grows, but not by the pull of the loss.",
+            "growing": f"No logit chasing: the residual scale grows, but not {why}.",
             "shrinking": "No logit chasing: the residual scale shrinks.",
             "held": "No logit chasing: the residual scale is held.",
             "inert": "No logit chasing: the residual scale has no effect on the logits.",
             "normed": "No logit chasing: the final norm is in place.",
             "diverged": "This run diverged.",
-        }[comparison.runs[0].verdict]
+        }[run.verdict]
     waiting = len(comparison.modes) - len(judged)
     if not chasing:
         later = f" so far; of {waiting} of {len(comparison.modes)} it is too early to tell" if waiting else ""
@@ -238,9 +257,12 @@ def headline(comparison: Comparison) -> str:
 RULE = (
     "Where a standard norm reads the residual stream last, its scale has no effect on the logits: no chasing. "
     "Elsewhere, over the steps after the gate has closed: the scale has an effect if the radial gradient on the probe "
-    f"batch is at least {LEVER:g} of its theory. Then a drift above +{CHASING_DRIFT:g} e-folds "
-    f"({100 * (math.exp(CHASING_DRIFT) - 1):.0f} %) with a pull outwards on the training batches is chasing; within "
-    f"±{CHASING_DRIFT:g} the scale is held."
+    f"batch is at least {LEVER:g} of its theory. Then a growth (ln of the level at the end over the one at the first "
+    f"step with gate 0) above +{GROWTH:g} e-folds ({100 * (math.exp(GROWTH) - 1):.0f} %) is chasing if the loss pulls "
+    "outwards on the training batches and the same seed's baseline and internal taper, where they are here, grow less "
+    "over the same steps; with an anchor that holds a level, only if the scale ends as far above the one at k_warmup, "
+    f"too. Within ±{GROWTH:g} the scale is held. Drift is relative to the level at k_warmup as measured, everywhere "
+    "on this page."
 )
 
 
@@ -249,7 +271,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. `align` has one l or r per column."""
+    """A table of text. `align` has one letter per column: l, r, or s for what goes below the column before it."""
 
     id: str
     title: str
@@ -257,6 +279,13 @@ class Table:
     columns: tuple[str, ...]
     align: str
     rows: tuple[tuple[str, ...], ...]
+
+
+def filled(id: str, title: str, note: str, columns: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> Table:
+    """The table without the columns that are empty in every row."""
+    kept = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    kept_rows = tuple(tuple(row[place] for place in kept) for row in rows)
+    return Table(id, title, note, tuple(columns[p] for p in kept), "".join(align[p] for p in kept), kept_rows)
 
 
 def tables(comparison: Comparison) -> list[Table]:
@@ -276,7 +305,7 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
     for mode in comparison.of_size(size):
         marks = outlying(comparison, mode)
         losses, gaps = mode.values(lambda run: run.val_loss), mode.values(comparison.gap)
-        gap = estimate(list(gaps.values()))
+        gap, best = estimate(list(gaps.values())), estimate(list(mode.values(comparison.best_gap).values()))
         rows.append(
             (
                 mode.label,
@@ -286,13 +315,15 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
                 "" if mode.is_baseline else interval(gap, "+.2f", n=len(mode.counted)),
                 "" if mode.is_baseline else each(gaps, "+.2f", marks),
                 "reference" if mode.is_baseline else told(gap),
+                "" if mode.is_baseline else interval(best, "+.2f", n=len(mode.counted)),
+                interval(estimate(list(mode.values(lambda run: run.growth).values())), "+.2f"),
                 interval(estimate(list(mode.values(lambda run: run.drift).values())), "+.2f"),
                 interval(estimate(list(mode.values(lambda run: run.last("logits/norm_mean")).values())), ".0f"),
             )
         )
     columns = (
         "mode", "n", "validation loss", "each seed", "gap to baseline, %", "each seed", "told by the interval",
-        "drift, e-folds", "logit norm",
+        "gap at T*, %", "growth since gate 0", "drift, e-folds", "logit norm",
     )  # fmt: skip
     counts = [len(mode.counted) for mode in comparison.of_size(size)]
     rule = f"Outliers by the modified z-score (|z| > {OUTLIER_Z:g}) are marked * and counted all the same"
@@ -302,9 +333,10 @@ def statistics_table(comparison: Comparison, size: str) -> Table:
         )
     note = (
         "Mean (95 % interval over seeds, Student's t). The gap pairs each run with the baseline of the same seed and "
-        f"settings. {rule}. The order of the rows is fixed, not a ranking."
+        f"settings; T* is each run's best temperature for its logits. {rule}. The order of the rows is fixed, not a "
+        "ranking."
     )
-    return Table(f"statistics-{size}", f"Seeds and intervals, {size}", note, columns, "lrrrrrlrr", tuple(rows))
+    return filled(f"statistics-{size}", f"Seeds and intervals, {size}", note, columns, "lrrsrslrrsr", rows)
 
 
 def told(gap: Estimate | None) -> str:
@@ -358,8 +390,14 @@ def runs_table(comparison: Comparison) -> Table:
             run.status,
             str(run.last_step),
             number(run.val_loss, ".4f"),
+            number(run.last(BEST_LOSS), ".4f"),
+            number(run.last("val/best_temperature"), ".3f"),
             "" if run.is_baseline else number(comparison.gap(run), "+.2f"),
+            "" if run.is_baseline else number(comparison.best_gap(run), "+.2f"),
+            number(run.growth, "+.2f"),
+            *(number(run.reference_growths.get(name), "+.2f") for name in ("baseline", "internal_taper")),
             number(run.drift, "+.2f"),
+            *(number(worst, ".2f") for worst in reversed(run.mismatches)),
             number(run.last("logits/norm_mean"), ".1f"),
             number(run.pull, "+.4f"),
             VERDICTS[run.verdict],
@@ -369,14 +407,18 @@ def runs_table(comparison: Comparison) -> Table:
         for run in mode.runs
     ]
     columns = (
-        "mode", "seed", "status", "step", "validation loss", "gap, %", "drift", "logit norm", "pull", "verdict",
+        "mode", "seed", "status", "step", "validation loss", "at T*", "T*", "gap, %", "at T*", "growth since gate 0",
+        "baseline's", "internal_taper's", "drift", "worst mismatch", "at gate 0", "logit norm", "pull", "verdict",
         "directory",
     )  # fmt: skip
     note = (
-        "Pull: radial/train_mean averaged over the steps after the gate has closed, nats per e-fold; negative "
-        "pulls the scale up. Drift: ln(scale/final_rms_mean / scale/target) at the last step."
+        "Growth since gate 0: ln of the last scale/final_rms_mean over the one at the first step with gate 0 (without "
+        "a taper: at the same step), below it the same seed's baseline's and internal_taper's. Drift: the same "
+        "over the one at k_warmup. Pull: radial/train_mean averaged over the steps after the gate has closed, nats per "
+        "e-fold; negative pulls the scale up. Worst mismatch: the largest |calib/mismatch.<site>| at the end. T*: the "
+        "best temperature, the one number to divide all logits by that gives the smallest validation loss."
     )
-    return Table("runs", "Every run", note, columns, "lrlrrrrrrll", tuple(rows))
+    return filled("runs", "Every run", note, columns, "lrlrrssrsrssrrsrrll", rows)
 
 
 def differences_table(comparison: Comparison) -> Table:

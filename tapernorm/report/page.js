@@ -23,7 +23,7 @@
 
   const state = {
     on: new Set(runs.keys()), x: "tokens", colour: "mode", marker: "none", lines: "runs", smoothing: 0, range: null, zoom: 0,
-    shown: {}, heatRun: 0, heatKind: "relative",
+    shown: {},
   };
 
   // ------------------------------------------------------------------------------------------------ grouping, colours
@@ -230,7 +230,6 @@
       const levels = (left ? ["y"] : []).concat(right && chart.split ? ["y2"] : []).flatMap((yref) => chart.levels.map((level) => ({ type: "line", xref: "paper", yref, x0: 0, x1: 1, y0: level, y1: level, layer: "below", line: { color: css("--soft"), width: 1, dash: level === 0 ? "solid" : "dot" } })));
       for (const name of ["y", "y2"]) fitAxis(chart, layout, traces, name);
       if (chart.log) for (const name of ["y", "y2"]) ticksOfLog(layout, traces, name);
-      if (chart.zone) levels.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: -chart.zone, y1: chart.zone, layer: "below", line: { width: 0 }, fillcolor: css("--zone") });
       const marked = marks();
       layout.shapes = [...levels, ...marked.shapes];
       layout.annotations = marked.annotations;
@@ -345,45 +344,69 @@
     plots.push({ id: "layers", plot: target.plot, node: target.node, draw });
   }
 
-  function addHeat() {
-    const have = [...runs.keys()].filter((index) => runs[index].heat);
-    state.heatRun = have.find((index) => runs[index].verdict === "chasing") ?? have[0];
-    const picker = make("select", { id: "heat-run", onchange: (event) => { state.heatRun = Number(event.target.value); draw(); } },
-      have.map((index) => make("option", { value: index, selected: index === state.heatRun }, label(runs[index]))));
-    const kind = make("select", { id: "heat-kind", onchange: (event) => { state.heatKind = event.target.value; draw(); } },
-      make("option", { value: "relative" }, "relative to calibration"), make("option", { value: "absolute" }, "absolute"));
-    const target = frame("heat", "Residual scale by layer", data.captions.heat, have.length ? [runs.length > 1 ? picker : null, kind] : []);
+  function addHeat(id, title, kinds) {
+    const have = [...runs.keys()].filter((index) => runs[index][id]);
+    let picked = have.find((index) => runs[index].verdict === "chasing") ?? have[0], chosen = kinds[0];
+    const select = (name, values, apply) => make("select", { id: `${id}-${name}`, "aria-label": name, onchange: (event) => { apply(event.target.value); draw(); } },
+      values.map(([value, text]) => make("option", { value, selected: value === picked }, text)));
+    const tools = [have.length > 1 ? select("run", have.map((index) => [index, label(runs[index])]), (value) => { picked = Number(value); }) : null,
+      have.length && kinds.length > 1 ? select("kind", kinds.map((kind) => [kind, kind]), (value) => { chosen = value; }) : null];
+    const target = frame(id, title, data.captions[id], tools);
+    target.node.classList.add("sites");
     function draw() {
-      const run = runs[state.heatRun];
+      const run = runs[picked];
       const layout = layoutOf({ y: "site" });
       const traces = [];
-      if (run && run.heat) {
-        const at = run.heat.steps.indexOf(run.k_warmup);
-        const relative = state.heatKind === "relative" && at >= 0;
-        const z = run.heat.scale.map((row) => row.map((s) => (s === null || s <= 0 ? null : relative ? Math.log(s / row[at]) : Math.log10(s))));
+      if (run) {
+        const { sites, steps, values } = run[id];
+        const at = steps.indexOf(run.k_warmup);
+        const relative = chosen === "relative" && at >= 0, diverging = relative || chosen === "as it is";
+        const shown = (row) => (v) => (chosen === "as it is" ? v : v === null || v <= 0 ? null : relative ? Math.log(v / row[at]) : Math.log10(v));
+        const z = values.map((row) => row.map(shown(row)));
         // The steep growth from initialization would swallow all colours: they span what happens after the calibration.
         const after = relative ? z.flatMap((row) => row.slice(at)).filter((v) => v !== null).map(Math.abs) : [];
-        const top = Math.max(0.25, ...after);
-        const diverging = isDark() ? [[0, "#5BB0F5"], [0.5, "#22272d"], [1, "#FF8A47"]] : [[0, "#0B5FA5"], [0.5, "#F6F6F4"], [1, "#C24E00"]];
+        const top = relative ? Math.max(0.25, ...after) : 0.5;
+        const blueToRed = isDark() ? [[0, "#5BB0F5"], [0.5, "#22272d"], [1, "#FF8A47"]] : [[0, "#0B5FA5"], [0.5, "#F6F6F4"], [1, "#C24E00"]];
+        const unit = relative ? "ln ratio" : diverging ? "ln(c · scale)" : "log10";
         traces.push({
-          type: "heatmap", x: run.heat.steps.map((step) => xOf(run, step)), y: run.heat.sites, z, colorscale: relative ? diverging : "Cividis",
-          ...(relative ? { zmin: -top, zmax: top } : {}), customdata: run.heat.scale,
-          colorbar: { thickness: 12, outlinewidth: 0, tickfont: { size: 11, color: css("--soft") }, title: { text: relative ? "ln ratio" : "log10", font: { size: 11.5, color: css("--soft") } } },
-          hovertemplate: `%{y}<br>scale %{customdata:.4g}<br>${relative ? "ln ratio" : "log10"} %{z:.3f}<br>${state.x} %{x:.4s}<extra></extra>`,
+          type: "heatmap", x: steps.map((step) => xOf(run, step)), y: sites, z, colorscale: diverging ? blueToRed : "Cividis",
+          ...(diverging ? { zmin: -top, zmax: top } : {}), customdata: values,
+          colorbar: { thickness: 12, outlinewidth: 0, tickfont: { size: 11, color: css("--soft") }, title: { text: unit, font: { size: 11.5, color: css("--soft") } } },
+          hovertemplate: `%{y}<br>value %{customdata:.4g}<br>${unit} %{z:.3f}<br>${state.x} %{x:.4s}<extra></extra>`,
         });
         layout.yaxis = { ...layout.yaxis, type: "category", nticks: 60, title: { text: "" } };
         layout.xaxis.range = state.range || undefined;
         layout.xaxis.autorange = !state.range;
         const only = state.on;
-        state.on = new Set([state.heatRun]);
+        state.on = new Set([picked]);
         const marked = marks();
         state.on = only;
         layout.shapes = marked.shapes.map((shape) => ({ ...shape, layer: "above", line: { ...shape.line, color: css("--ink") } }));
         layout.annotations = marked.annotations;
       }
-      show(target, traces, layout, "Not recorded: scale/rms.<site>.");
+      show(target, traces, layout, `Not recorded: ${data.captions[id].split(" ")[0]}.`);
     }
-    plots.push({ id: "heat", plot: target.plot, node: target.node, draw });
+    plots.push({ id, plot: target.plot, node: target.node, draw });
+  }
+
+  function addTokens() {
+    const target = frame("tokens", "Radial gradient per token", data.captions.tokens);
+    function draw() {
+      const have = [...state.on].filter((index) => runs[index].tokens).map((index) => runs[index]);
+      const first = have.filter((run, i) => have.findIndex((other) => other.mode === run.mode) === i);
+      const traces = first.map((run) => ({
+        type: "scatter", mode: "markers", x: run.tokens.theory, y: run.tokens.measured, legendgroup: run.name, name: plain(label(run)),
+        marker: { color: colourOf(run), size: 4, opacity: 0.6 },
+        hovertemplate: `${plain(label(run))}<br>theory %{x:.4g}<br>measured %{y:.4g}<extra></extra>`,
+      }));
+      const all = first.flatMap((run) => [...run.tokens.theory, ...run.tokens.measured]).filter((v) => v !== null);
+      const ends = [Math.min(...all), Math.max(...all)], pad = 0.04 * (ends[1] - ends[0] || 1);
+      const layout = layoutOf({ y: "measured: autograd" });
+      layout.xaxis = { ...layout.xaxis, title: { ...layout.xaxis.title, text: "theory: E_p[z] - z_y" }, tickformat: "", range: [ends[0] - pad, ends[1] + pad] };
+      layout.shapes = [[ends, "solid"], [[0, 0], "dot"]].map(([[y0, y1], dash]) => ({ type: "line", xref: "x", yref: "y", x0: ends[0], x1: ends[1], y0, y1, layer: "below", line: { color: css("--soft"), width: 1, dash } }));
+      show(target, traces, layout, state.on.size ? "Not recorded: probe_tokens.json, which a run writes at its end." : "No run is switched on.");
+    }
+    plots.push({ id: "tokens", plot: target.plot, node: target.node, draw });
   }
 
   // ------------------------------------------------------------------------------------------------- text and tables
@@ -400,25 +423,26 @@
     const width = 170, height = 24, pad = 8;
     const x = (value) => pad + ((Math.min(high, Math.max(low, value)) - low) / (high - low)) * (width - 2 * pad); // far ones at the edge
     const run = runs.find((other) => other.mode === mode);
-    const { zone } = data.charts.find((chart) => chart.id === "drift");
-    return make("svg", { class: "dots", width, height, role: "img", "aria-label": `drift of each seed: ${values.map((v) => v.toFixed(2)).join(", ")}` },
+    const zone = data.growth;
+    return make("svg", { class: "dots", width, height, role: "img", "aria-label": `growth of each seed: ${values.map((v) => v.toFixed(2)).join(", ")}` },
       make("rect", { class: "zone", x: x(-zone), y: 3, width: x(zone) - x(-zone), height: height - 6, rx: 3 }),
       make("line", { class: "zero", x1: x(0), x2: x(0), y1: 2, y2: height - 2 }),
       values.map((value) => make("circle", { cx: x(value), cy: height / 2, r: 5, fill: colourOf(run), "fill-opacity": 0.8, stroke: css("--card"), "stroke-width": 1 })));
   }
 
   function drawVerdicts() {
-    const drifts = runs.map((run) => run.drift).filter((value) => value !== null);
-    const low = Math.max(-1.2, Math.min(-0.4, ...drifts) - 0.05), high = Math.min(2, Math.max(0.6, ...drifts) + 0.05);
+    const growths = runs.map((run) => run.growth).filter((value) => value !== null);
+    const low = Math.max(-1.2, Math.min(-0.3, ...growths) - 0.05), high = Math.min(2, Math.max(0.3, ...growths) + 0.05);
     const icons = { chasing: "▲ ", growing: "▲ ", shrinking: "▼ ", held: "● ", inert: "– ", normed: "– ", early: "… ", diverged: "✕ ", failed: "✕ " };
-    const head = ["mode", "verdict", "drift, e-folds (grey: held)", ...(runs.length === 1 ? ["logit norm", "validation loss"] : ["logit norm vs baseline", "validation loss vs baseline"])];
+    const head = ["mode", "verdict", "growth since gate 0 (grey: held)", "drift, e-folds", ...(runs.length === 1 ? ["logit norm", "validation loss"] : ["logit norm vs baseline", "validation loss vs baseline"])];
     const rows = data.modes.map((mode, number) => {
-      const values = runs.filter((run) => run.mode === number && run.drift !== null).map((run) => run.drift);
+      const values = runs.filter((run) => run.mode === number && run.growth !== null).map((run) => run.growth);
       const first = runs.find((run) => run.mode === number);
       return make("tr", {},
         make("td", {}, swatch(first), modeName(mode)),
         make("td", {}, make("span", { class: `badge ${mode.verdict[0]}` }, icons[mode.verdict[0]] + mode.verdict[1])),
-        make("td", { class: "drift" }, values.length ? dots(number, values, low, high) : "", make("span", {}, ...withInterval(mode.drift))),
+        make("td", { class: "drift" }, values.length ? dots(number, values, low, high) : "", make("span", {}, ...withInterval(mode.growth), ...mode.references.map((text) => make("small", {}, text)))),
+        make("td", {}, ...withInterval(mode.drift)),
         ...(runs.length === 1 ? [make("td", {}, mode.logit_norm), make("td", {}, mode.val_loss)] : [
         make("td", {}, ...withInterval(mode.logit_gap)),
         make("td", {}, ...withInterval(mode.gap, mode.told === "not distinguishable" ? mode.told : ""))]));
@@ -467,10 +491,10 @@
   function drawTables() {
     for (const table of data.tables) {
       const quiet = new Set(["not distinguishable", "one pair: no interval", "one seed: no interval", "no baseline"]);
-      // The seeds' values go below their mean, which saves a column.
-      const below = (column) => table.columns[column + 1] === "each seed";
-      const own = (row) => row.map((text, column) => [text, column]).filter(([, column]) => table.columns[column] !== "each seed");
-      const cell = (tag, row) => ([text, column]) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", text.length < 34 ? "own" : ""].join(" ").trim() }, ...unbroken(text), below(column) ? make("small", {}, row[column + 1]) : "");
+      // What goes below the column before it saves a column.
+      const below = (row, column) => (table.align[column] === "s" ? [make("small", {}, row[column]), ...below(row, column + 1)] : []);
+      const own = (row) => row.map((text, column) => [text, column]).filter(([, column]) => table.align[column] !== "s");
+      const cell = (tag, row) => ([text, column]) => make(tag, { class: [table.align[column], quiet.has(text) ? "quiet" : "", text.length < 34 ? "own" : ""].join(" ").trim() }, ...unbroken(text), below(row, column + 1));
       const cells = (tag, row) => make("tr", {}, own(row).map(cell(tag, row)));
       byId("tables").append(make("div", { class: "table", id: `table-${table.id}` }, make("h3", {}, table.title), make("p", { class: "caption" }, ...named(table.note)),
         make("div", { class: "scroll" }, make("table", {}, make("thead", {}, cells("th", table.columns)), make("tbody", {}, table.rows.map((row) => cells("td", row)))))));
@@ -552,7 +576,9 @@
   measure();
   for (const chart of data.charts) addTimeChart(chart);
   addLayers();
-  addHeat();
+  addTokens();
+  addHeat("heat", "Residual scale by layer", ["relative", "absolute"]);
+  addHeat("mismatch", "Mismatch of the calibration by layer", ["as it is"]);
   drawTables();
   redrawAll();
 })();

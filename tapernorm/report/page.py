@@ -70,7 +70,7 @@ def markdown(comparison: Comparison, title: str, now: datetime, images: Sequence
     if apart := list(uncounted(comparison)):
         lines += ["Not in the means:", "", *(f"- {_cell(line)}" for line in apart), ""]
     for table in tables(comparison):
-        rules = ["---:" if side == "r" else "---" for side in table.align]
+        rules = ["---" if side == "l" else "---:" for side in table.align]
         rows = [table.columns, rules, *table.rows]
         lines += [f"## {_cell(table.title)}", "", table.note, ""]
         lines += [f"| {' | '.join(_cell(cell) if row is not rules else cell for cell in row)} |" for row in rows]

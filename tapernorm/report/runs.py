@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +23,12 @@ Tree = dict[str, Any]
 Points = list[tuple[int, float | None]]  # (step, value); None where the value was not finite or not defined
 
 # docs/metrics.md, "How to see logit chasing", with numbers to the words. Both are in the report's text.
-CHASING_DRIFT = 0.25  # e-folds (28 %) that the residual scale may leave its level at calibration
+GROWTH = 0.1  # e-folds (11 %) by which the residual scale may leave its level at the first step with gate 0
 LEVER = 0.5  # share of the theoretical radial gradient that must be there for the scale to act on the logits
 
-FORCES = {  # the anchors' restoring force from means alone, for runs that did not log it
+SCALE, DRIFT, MISMATCH = "scale/final_rms_mean", "scale/drift", "calib/mismatch."
+
+FORCES = {  # of the anchors that hold a level: their force from means alone, for runs that did not log it
     "fixed_target": lambda weight, scale, target: 2 * weight * scale * (scale - target),
     "log_target": lambda weight, scale, target: 2 * weight * math.log(scale / target),
     "mean_log": lambda weight, scale, target: 2 * weight * math.log(scale / target),
@@ -33,7 +37,10 @@ FORCES = {  # the anchors' restoring force from means alone, for runs that did n
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run as its directory tells it. `resolved` is {} where the configuration could not be built."""
+    """One run as its directory tells it. `resolved` is {} where the configuration could not be built.
+
+    references: runs of the same seed under a final norm, whose growth the loss cannot have caused.
+    """
 
     directory: Path
     status: str
@@ -42,6 +49,8 @@ class Run:
     composed: Tree = field(default_factory=dict)
     resolved: Tree = field(default_factory=dict)
     rows: Sequence[Tree] = ()
+    tokens: Tree | None = None  # radial gradient of single tokens: theory and measured
+    references: Sequence[Run] = ()
 
     @property
     def name(self) -> str:
@@ -98,11 +107,10 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ its numbers
 
     def points(self, metric: str) -> Points:
-        """(step, value) of a metric wherever it was measured; `drift` and a missing `anchor/force` are derived."""
-        if metric == DRIFT:
-            return self.drifts
+        """(step, value) wherever it was measured; drift and `anchor/force` are derived where they were not logged."""
         found = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        return self._derived_force() if metric == "anchor/force" and not found else found
+        derived = {DRIFT: self._derived_drift, "anchor/force": self._derived_force}
+        return found or (derived[metric]() if metric in derived else [])
 
     def last(self, metric: str) -> float | None:
         return next((value for _, value in reversed(self.points(metric)) if value is not None), None)
@@ -115,18 +123,26 @@ class Run:
     def val_loss(self) -> float | None:
         return self.summary["val_loss"] if self.summary.get("val_loss") is not None else self.last("val/loss")
 
-    @cached_property
-    def drifts(self) -> Points:
-        """ln(scale/final_rms_mean / scale/target) from step k_warmup on, in e-folds."""
-        target = self.last("scale/target")
-        if not target or self.k_warmup is None:
-            return []
-        scales = [(step, s) for step, s in self.points("scale/final_rms_mean") if step >= self.k_warmup]
-        return [(step, math.log(s / target) if s else None) for step, s in scales]
-
     @property
     def drift(self) -> float | None:
+        """ln of the level at the end over the one at k_warmup, in e-folds."""
         return self.last(DRIFT)
+
+    def _derived_drift(self) -> Points:
+        scales = [(step, s) for step, s in self.points(SCALE) if step >= (self.k_warmup or 0)]
+        if not scales or scales[0][0] != self.k_warmup or not (start := scales[0][1]):
+            return []
+        return [(step, math.log(s / start) if s else None) for step, s in scales]
+
+    @property
+    def mismatches(self) -> tuple[float | None, float | None]:
+        """Worst |ln(c r)| over the sites, at the first step with gate 0 and at the last probe."""
+        worst = {
+            row["step"]: max(found)
+            for row in self.rows
+            if (found := [abs(v) for key, v in row.items() if key.startswith(MISMATCH) and v is not None])
+        }
+        return worst.get(self.closed), next(reversed(worst.values()), None)
 
     @property
     def derives_force(self) -> bool:
@@ -136,10 +152,10 @@ class Run:
         force, target, weight = FORCES.get(self.anchor), self.last("scale/target"), self.last("anchor/lambda")
         if force is None or not target or weight is None or self.k_warmup is None:
             return []
-        scales = [(step, s) for step, s in self.points("scale/final_rms_mean") if step > self.k_warmup]
+        scales = [(step, s) for step, s in self.points(SCALE) if step > self.k_warmup]
         return [(step, force(weight, s, target) if s else None) for step, s in scales]
 
-    def sites(self, prefix: str = "scale/rms.") -> list[str]:
+    def sites(self, prefix: str) -> list[str]:
         """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
         return list(
             dict.fromkeys(key.removeprefix(prefix) for row in self.rows for key in row if key.startswith(prefix))
@@ -154,11 +170,32 @@ class Run:
         open_gate = kind in GATED and self.setting("gate", "shape") == "constant"
         return kind == "standard" or open_gate or (kind is not None and "final" not in sites)
 
+    @cached_property
+    def closed(self) -> int | None:
+        """First step with gate 0; of a run that does not taper, the k_taper that it shares with those that do."""
+        return next((row["step"] for row in self.rows if row.get("gate/g") == 0), self.setting("gate", "k_taper"))
+
     @property
     def settled(self) -> list[Tree]:
-        """Rows after the taper; of a run that does not taper, those after the same step."""
-        start = self.setting("gate", "k_taper")
-        return [] if start is None else [row for row in self.rows if row["step"] > start]
+        """Rows after the first step with gate 0."""
+        return [] if self.closed is None else [row for row in self.rows if row["step"] > self.closed]
+
+    def growth_between(self, start: int | None, end: int) -> float | None:
+        """ln of the last level over the first within these steps, in e-folds."""
+        levels = [] if start is None else [s for step, s in self.points(SCALE) if s and start <= step <= end]
+        return math.log(levels[-1] / levels[0]) if len(levels) > 1 else None
+
+    @property
+    def growth(self) -> float | None:
+        """ln of the level at the end over the one at the first step with gate 0."""
+        return self.growth_between(self.closed, self.last_step)
+
+    @property
+    def reference_growths(self) -> dict[str, float]:
+        """Growth of the references over the same steps."""
+        names = {True: "baseline", False: "internal_taper"}
+        found = {names[run.is_baseline]: run.growth_between(self.closed, self.last_step) for run in self.references}
+        return {name: growth for name, growth in found.items() if growth is not None}
 
     @property
     def lever(self) -> float | None:
@@ -173,26 +210,27 @@ class Run:
         values = [row["radial/train_mean"] for row in self.settled if row.get("radial/train_mean") is not None]
         return math.fsum(values) / len(values) if values else None
 
-    @property
+    @cached_property
     def verdict(self) -> str:
-        """One of VERDICTS."""
+        """One of VERDICTS. What an anchor lets rise to the level that it holds does not chase."""
         if self.status in ("diverged", "failed"):
             return self.status
         if self.final_norm:
             return "normed"
-        lever, drift, pull = self.lever, self.drift, self.pull
-        if lever is None or drift is None or pull is None:
+        lever, growth, pull = self.lever, self.growth, self.pull
+        if lever is None or growth is None or pull is None:
             return "early"
         if lever < LEVER:
             return "inert"
-        if drift < -CHASING_DRIFT:
+        if growth < -GROWTH:
             return "shrinking"
-        if drift <= CHASING_DRIFT:
+        if growth <= GROWTH:
             return "held"
-        return "chasing" if pull < 0 else "growing"
+        above = self.anchor not in FORCES or (self.drift or 0.0) > GROWTH
+        beyond = all(growth > other for other in self.reference_growths.values())
+        return "chasing" if pull < 0 and above and beyond else "growing"
 
 
-DRIFT = "drift"
 VERDICTS = {  # the words of the badges; the report's text explains them
     "chasing": "chases logits",
     "growing": "scale grows",
@@ -242,7 +280,17 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
         except ConfigError as fault:
             error = str(fault)
     status = summary.get("status") or ("failed" if error else "unfinished")
-    return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows)
+    tokens = _tokens(directory / "probe_tokens.json")
+    return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows, tokens)
+
+
+def _tokens(file: Path) -> Tree | None:
+    """{"step": k, "theory": [...], "measured": [...]}, None if there is no such file or it is damaged."""
+    keys = ("theory", "measured")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        return {"step": int(tree["step"]), **{key: [v if v is None else float(v) for v in tree[key]] for key in keys}}
+    return None
 
 
 def _yaml(file: Path) -> Tree:
