@@ -516,7 +516,9 @@ def load_run(directory: Path) -> Saved:
         composed = _saved_tree(file)
         resolved_file = directory / "config.yaml"
         # Without it the run was interrupted before the vocabulary was known.
-        resolved = _saved_tree(resolved_file) if resolved_file.exists() else to_dict(resolve(build(composed)))
+        resolved = _saved_tree(resolved_file) if resolved_file.exists() else composed
+        # Built anew, so that a key which an older version did not have has its default.
+        resolved = to_dict(resolve(build(resolved)))
         summary = load_summary(directory)
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no run ({file} is missing)") from None
@@ -651,7 +653,8 @@ def given_keys(overrides: Sequence[str]) -> list[str] | None:
 def match_key(resolved: Tree) -> str:
     """What a run and its baseline share, the seed included: model, data, optimizer, length, ..."""
     free = (*COMPARED, *ADJUSTABLE, *OWN)
-    return json.dumps({key: value for key, value in leaves(resolved) if not within(key, free)}, sort_keys=True)
+    shared = {key: v for key, v in leaves(resolved) if key == "calibration.level" or not within(key, free)}
+    return json.dumps(shared, sort_keys=True)
 
 
 def is_baseline(resolved: Tree) -> bool:
