@@ -337,7 +337,7 @@ class OptimConfig:
     """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
 
     lr: Annotated[float | None, Field(gt=0)] = meaning(
-        "peak learning rate; null: 0.04 / sqrt(d_model), times share = max_steps / 120 in a shorter run", None
+        "peak learning rate; null: 0.04 / sqrt(d_model), times share = sqrt(max_steps / 240) in a shorter run", None
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
     warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
@@ -542,7 +542,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
     model, trainer, multipliers = config.model, config.trainer, config.optim.multipliers
     horizons = resolve_horizons(config)
     # In a short run the gate closes while the matrices are hardly larger than they started: see docs/log.md.
-    share = 1.0 if config.optim.lr else min(1.0, trainer.max_steps / 120)
+    share = 1.0 if config.optim.lr else min(1.0, math.sqrt(trainer.max_steps / 240))
     if vocab_size is not None and model.vocab_size not in (None, vocab_size):
         raise ConfigError(
             f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null, or its tokenizer"
