@@ -10,10 +10,11 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tapernorm import cli
+from tapernorm import run as saved_runs
 from tapernorm.commands import EvaluateConfig
 from tapernorm.config import Config, DatasetConfig, NormConfig, TextDatasetConfig, ToyDatasetConfig, build, resolve
 from tapernorm.gate import GateSchedule
-from tapernorm.schema import ConfigError, all_keys, leaves, to_dict, validate
+from tapernorm.schema import ConfigError, all_keys, leaves, to_dict, validate, write_yaml
 from tapernorm.sites import all_sites, select_sites
 
 CHOICES = sorted(
@@ -349,3 +350,23 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
 def test_text_dataset_takes_one_file_or_several():
     assert build(composed("dataset=text", "dataset.train=a.txt")).dataset == TextDatasetConfig(train="a.txt")
     assert build(composed("dataset=text", "dataset.train=[a,b]")).dataset == TextDatasetConfig(train=("a", "b"))
+
+
+def test_P58_a_key_that_an_older_run_lacks_has_its_default(tmp_path):
+    """Its run directory is read, paired and gone on with as if it had said so."""
+    new = to_dict(resolve(build(composed()), 2048))
+    old = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in new.items()}
+    del old["optim"]["multipliers"], old["calibration"]["level"], old["model"]["embed_std"]
+    write_yaml(tmp_path / ".hydra" / "config.yaml", old)
+    write_yaml(tmp_path / "config.yaml", old)
+    saved = saved_runs.load_run(tmp_path)
+    assert saved.resolved == new and saved_runs.match_key(saved.resolved) == saved_runs.match_key(new)
+    assert saved_runs.changes(saved, new, longer=False) == []
+
+
+def test_a_run_is_paired_with_the_baseline_of_its_own_level():
+    keys = [
+        saved_runs.match_key(to_dict(resolve(build(composed(*overrides)), 2048)))
+        for overrides in (["calibration.level=1.6"], ["norm=baseline", "calibration.level=1.6"], ["norm=baseline"])
+    ]
+    assert keys[0] == keys[1] != keys[2]
