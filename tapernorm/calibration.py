@@ -52,7 +52,8 @@ class Calibration:
     """Chooses c per gated layer, of statistics of training forwards (see GatedNorm.fit).
 
     tracked    TaperNorm: at step k_warmup of its batch, read by the weights that this step leaves (`measuring`); then c
-               follows an average over steps with a short memory for as long as the gate is open, and is frozen with it
+               follows an average over steps with a short memory for as long as the gate is open, and is frozen with it;
+               but in the final norm, where the loss pulls at the scale: a c that follows gives way, and both run away
     ema        averages over the steps of a window that ends at k_warmup, where c is frozen
     one_batch  the same of step k_warmup alone
     none       c = 1
@@ -106,7 +107,8 @@ class Calibration:
         if self.tracks and self.records(step):
             for site, norm in self.tapers.items():
                 c = norm.fitted(self.averages[site].mean)
-                norm.c.copy_(torch.where(torch.isfinite(c), c, norm.c))
+                if site != "final":
+                    norm.c.copy_(torch.where(torch.isfinite(c), c, norm.c))
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -382,7 +382,8 @@ class Tapering:
 
         With `tracked` (ours), c goes on to follow its statistic in training forwards for as long as 0 < gate < 1: the
         average of ln c over steps with this decay, of which the calibration is the first. It freezes when the gate
-        closes. A step whose statistic is not finite, or of zeros, leaves it where it is.
+        closes. A step whose statistic is not finite, or of zeros, leaves it where it is. The final norm's c stays: the
+        loss pulls at the scale there, and a c that gives way would have both run away.
 
         A batch goes to `forward` or, as a mapping to model(**batch), as a tuple to model(*batch), else to model(batch).
         An `attention_mask` (B, T) in it leaves its padding out, as one that the model is called with does in training.
@@ -598,8 +599,9 @@ class Tapering:
         """Take what training forwards recorded into the average of ln c, and let every c follow it."""
         c = self._take().to(average.mean.device)
         average.update(torch.where(self._usable(c), c.log(), average.mean))
-        for norm, value in zip(self.norms.values(), average.mean.exp(), strict=True):
-            norm.c.copy_(value)
+        for (name, norm), value in zip(self.norms.items(), average.mean.exp(), strict=True):
+            if name != self.final:
+                norm.c.copy_(value)
 
     def _input(self) -> Tensor:
         if self._captured.value is None:

@@ -110,6 +110,22 @@ def test_tracked_c_follows_its_statistic_while_the_gate_is_open(family: str, fit
     assert used[k_taper - 1] == used[k_taper] == norm.c.item(), "frozen at gate 0"
 
 
+def test_the_final_norms_c_stays_where_the_warmup_left_it() -> None:
+    """The loss pulls at the scale that it reads: a c that gave way to that would have both run away."""
+    norms = {"0.attn": TaperNorm(D, 1e-6), "final": TaperNorm(D, 1e-6)}
+    config = CalibrationConfig(kind="tracked", decay=DECAY, window=WINDOW, fit="log")
+    calibration = Calibration(config, 1, norms, 5)
+    with calibration.measuring():
+        for norm in norms.values():
+            norm(torch.ones(1, 4, D))
+    calibration.finish(lambda line: None)
+    with calibration.recording(2):
+        for norm in norms.values():
+            norm.set_gate(0.5, Phase.TAPERING)
+            norm(3 * torch.ones(1, 4, D))
+    assert norms["0.attn"].c.item() < 0.7 and norms["final"].c.item() == pytest.approx(1.0)
+
+
 def test_a_rare_large_token_moves_least_squares_and_hardly_the_log() -> None:
     """One token of 1,024 with 30 times the scale: c r of all others, as GPT-2's first position would have it."""
     found = {}
