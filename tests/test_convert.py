@@ -826,7 +826,7 @@ def test_training_to_gate_zero_with_an_optimizer_made_before(family: str) -> Non
             gains = [gain.clone() for gain in handle.taper_parameters()]
         handle.set_gate(schedule.value(step))
         if step == schedule.k_taper:
-            mismatches = handle.mismatches([{"input_ids": batch()}]).values()
+            mismatches = handle.mismatches([{"input_ids": batch()}])
         ids = batch()
         loss = model(input_ids=ids, labels=ids).loss
         losses.append(loss.item())
@@ -836,7 +836,8 @@ def test_training_to_gate_zero_with_an_optimizer_made_before(family: str) -> Non
         loss.backward()
         optimizer.step()
     assert np.isfinite(losses).all()
-    assert max(map(abs, mismatches)) < 0.05
+    assert abs(mismatches.pop(handle.final)) < 0.15, "not tracked, held by the anchor"
+    assert max(map(abs, mismatches.values())) < 0.05
     warm, end = np.mean(losses[30:40]), np.mean(losses[-10:])
     assert end < 0.8 * warm < 0.8 * losses[0]
     assert handle.gate == 0.0
