@@ -28,6 +28,10 @@ def role(name: str) -> str:
     return next(role for role, pattern in ROLES.items() if re.search(pattern, name))
 
 
+def _factor(name: str, config: OptimConfig) -> float:
+    return getattr(config.multipliers, role(name)) or 1.0
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only; gamma_t stays out until `add_taper_gains`.
 
@@ -36,7 +40,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     named = [(name, p) for name, p in model.named_parameters() if not name.endswith("taper_weight")]
     for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
-        key = parameter.dim() >= 2, getattr(config.multipliers, role(name))
+        key = parameter.dim() >= 2, _factor(name, config)
         groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
         [
@@ -55,7 +59,7 @@ def add_taper_gains(optimizer: torch.optim.Optimizer, model: nn.Module, config: 
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if name.endswith("taper_weight"):
-            groups.setdefault(getattr(config.multipliers, role(name)), []).append(parameter)
+            groups.setdefault(_factor(name, config), []).append(parameter)
     for factor, gains in groups.items():
         optimizer.add_param_group({"params": gains, "weight_decay": 0.0, "multiplier": factor})
 

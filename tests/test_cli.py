@@ -389,7 +389,7 @@ def test_P16_what_may_change_is_said(launch, trainer, interrupted):
         ("norm=baseline", "norm.kind: taper -> standard"),
         ("anchor=mean_log", "anchor.kind: none -> mean_log"),
         ("gate.k_taper=20", "gate.k_taper: 15 -> 20"),
-        ("calibration.decay=0.9", "calibration.decay: 0.99 -> 0.9"),
+        ("calibration.decay=0.9", "calibration.decay: 0.5 -> 0.9"),
         ("dataset.seed=1", "dataset.seed: 0 -> 1"),
         ("optim.lr=1", "optim.lr: 0.003 -> 1"),
         ("seed=1", "seed: 5 -> 1"),
