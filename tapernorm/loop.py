@@ -85,7 +85,7 @@ def _loop(run: TrainingRun, tracker: Tracker, stop: StopRequest) -> None:
         set_learning_rates(run.optimizer, step, optim)
 
         micro = run.microbatches(step)
-        level = run.batch_level(step, [x for x, _ in micro])
+        level = run.batch_level(step, micro)
         compute = run.model.loss if run.calibration.runs_eager(step) else run.loss
         with run.calibration.recording(step):
             for part, (x, y) in enumerate(micro):

@@ -135,7 +135,7 @@ class TrainingRun:
         trainer = self.config.trainer
         self.sharded = dist.size() > 1 and trainer.parallel == "fsdp"
         if self.sharded:
-            dist.shard(self.model, self.model.blocks, methods=("loss", "trunk"))
+            dist.shard(self.model, self.model.blocks, methods=("loss", "trunk", "readout"))
         self.loss = torch.compile(self.model.loss, dynamic=False) if trainer.compile else self.model.loss
         self.optimizer = build_optimizer(self.model, self.config.optim)
 
@@ -188,19 +188,25 @@ class TrainingRun:
             (seed,) = np.random.SeedSequence((self.config.seed, step, part)).generate_state(1, np.uint64)
             torch.manual_seed(int(seed))
 
-    @torch.no_grad()
-    def batch_level(self, step: int, inputs: list[Tensor]) -> Tensor | None:
+    def batch_level(self, step: int, micro: list[tuple[Tensor, Tensor]]) -> Tensor | None:
         """The anchor's `level` of the whole batch, from forwards without gradients; None where it needs none."""
-        if not self.anchor.needs_batch_mean or len(inputs) * dist.size() == 1:
+        if not self.anchor.needs_batch_mean or len(micro) * dist.size() == 1:
             return None
-        levels = []
-        for part, x in enumerate(inputs):
+        return self.batch_mean(step, micro, lambda x, y: self.anchor.level(self.anchor.scale(self.model.trunk(x))))
+
+    @torch.no_grad()
+    def batch_mean(
+        self, step: int, micro: list[tuple[Tensor, Tensor]], measure: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Mean of a scalar of training forwards over the whole batch of a step, with the weights of now."""
+        values = []
+        for part, (x, y) in enumerate(micro):
             self.seed_dropout(step, part)
             with autocast(self.device, self.dtype):
-                levels.append(self.anchor.level(self.anchor.scale(self.model.trunk(x))))
-        level = torch.stack(levels).mean()
-        dist.average([level])
-        return level
+                values.append(measure(x, y))
+        mean = torch.stack(values).mean()
+        dist.average([mean])
+        return mean
 
     def average_over_processes(self) -> None:
         """Make gradients and sums, which are of this process's rows, those of the whole batch, once a step.
@@ -275,17 +281,10 @@ class TrainingRun:
         assert self.anchor.target is not None
         return {"scale/target": self.anchor.target, "anchor/lambda": self.anchor.strength}
 
-    @torch.no_grad()
     def mean_scale(self) -> float:
-        """Mean over the tokens of this step's batch of s(h_L), by training forwards with the weights of now."""
-        scales = []
-        for part, (x, y) in enumerate(self.microbatches(self.step)):
-            self.seed_dropout(self.step, part)
-            with autocast(self.device, self.dtype):
-                scales.append(self.anchor.scale(self.model.loss(x, y)[1]).mean())
-        mean = torch.stack(scales).mean()
-        dist.average([mean])
-        return mean.item()
+        """Mean of s(h_L) over the tokens of this step's batch; the whole model runs, so that every norm can record."""
+        micro = self.microbatches(self.step)
+        return self.batch_mean(self.step, micro, lambda x, y: self.anchor.scale(self.model.loss(x, y)[1]).mean()).item()
 
     def rescale(self, kappa: float) -> None:
         """Divide the residual stream by kappa, the function unchanged."""
@@ -347,10 +346,13 @@ class TrainingRun:
             self.closed_mismatch = worst
         if worst is not None and worst > DOUBTFUL_MISMATCH and 0 < self.gate < 1 and not self.warned:
             self.warned = True
+            site = next(name for name, value in metrics.items() if "mismatch" in name and abs(value or 0.0) == worst)
             remedy = "a lower optim.lr or a later gate.k_taper" if self.calibration.tracks else "calibration=tracked"
+            if self.calibration.tracks and site.endswith(".final"):  # the loss pulls there, and c does not follow
+                remedy = "an anchor, as in anchor=mean_log,"
             self.say(
                 f"warning: step {self.step}, gate {self.gate:.3g}: c is off by a factor of {math.exp(worst):.2f} "
-                f"(calib/mismatch); {remedy} may help"
+                f"({site}); {remedy} may help"
             )
         return metrics
 

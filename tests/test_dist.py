@@ -119,6 +119,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fake_ln": ("fake_ln", {"gate": {"shape": "sequential"}}),
     "dropout": ("internal_taper", {"model": GPT2, "anchor": {"kind": "mean_log"}}),
     "fsdp": ("all_taper", {"trainer": {"parallel": "fsdp"}, "anchor": {"kind": "mean_log"}, "optim": {"clip": 0.5}}),
+    "fsdp, z_loss": (
+        "all_taper",
+        {"trainer": {"parallel": "fsdp"}, "anchor": {"kind": "z_loss"}, "calibration": {"level": 1.0}},
+    ),
     "fsdp, dropout": ("fake_ln", {"trainer": {"parallel": "fsdp"}, "model": GPT2, "anchor": {"kind": "batch_mean"}}),
 }
 ACCUMULATIONS = {"mean_log": 1}  # in each of the two processes; 2 in the other cases
