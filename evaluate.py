@@ -13,9 +13,9 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm import cli
-from tapernorm.commands import EvaluateConfig
-from tapernorm.schema import fields_of
+from tapernorm.cli import main as cli
+from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.schema import fields_of
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")

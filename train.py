@@ -11,7 +11,7 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm import cli
+from tapernorm.cli import main as cli
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")

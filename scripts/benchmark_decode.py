@@ -9,9 +9,9 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm import cli
-from tapernorm.commands import BenchmarkConfig
-from tapernorm.schema import all_keys
+from tapernorm.cli import main as cli
+from tapernorm.config.programs import BenchmarkConfig
+from tapernorm.config.schema import all_keys
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")

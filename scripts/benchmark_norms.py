@@ -14,10 +14,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from tapernorm.device import keep_freed_memory
-from tapernorm.gate import Phase
-from tapernorm.norms import TaperNorm
-from tapernorm.timing import interleave, ratio, seconds
+from tapernorm.bench.timing import interleave, ratio, seconds
+from tapernorm.method.gate import Phase
+from tapernorm.method.norms import TaperNorm
+from tapernorm.runtime.device import keep_freed_memory
 
 EPS, BATCH, TIME = 1e-6, 8, 512
 WARMUP, REPEATS = 30, 270

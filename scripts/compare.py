@@ -22,10 +22,10 @@ from typing import Any
 
 import yaml
 
-from tapernorm import faults
-from tapernorm.run import OWN, show, within
-from tapernorm.schema import ConfigError, leaves
-from tapernorm.tracking import METRICS, read_metrics
+from tapernorm.cli import errors as faults
+from tapernorm.cli.run import OWN, show, within
+from tapernorm.config.schema import ConfigError, leaves
+from tapernorm.training.tracking import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSSES = ("train/loss", "val/loss")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # perhaps tapernorm is what is not installed
 
-from tapernorm import doctor
+from tapernorm.cli import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

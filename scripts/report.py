@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tapernorm import faults
-from tapernorm.report import last_change, write_report
-from tapernorm.schema import ConfigError
+from tapernorm.analysis.report import last_change, write_report
+from tapernorm.cli import errors as faults
+from tapernorm.config.schema import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,9 +16,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tapernorm import faults
-from tapernorm.config import TrackingConfig
-from tapernorm.tracking import METRICS
+from tapernorm.cli import errors as faults
+from tapernorm.config.options import TrackingConfig
+from tapernorm.training.tracking import METRICS
 
 INSTALL = "pip install -c constraints.txt -e '.[dashboard]'"
 X = "trainer/tokens"

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from tapernorm.cli import CONFIGS
-from tapernorm.config import Config, build, resolve
+from tapernorm.cli.main import CONFIGS
+from tapernorm.config.options import Config, build, resolve
 
 TINY: dict[str, Any] = {
     "model": {"name": "tiny", "n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tapernorm.anchor import ScaleAnchor, token_scale
-from tapernorm.config import AnchorConfig
+from tapernorm.config.options import AnchorConfig
+from tapernorm.method.anchor import ScaleAnchor, token_scale
 
 KINDS = ("fixed_target", "log_target", "mean_log")
 

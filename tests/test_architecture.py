@@ -64,7 +64,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_configurations_are_checked_before_torch_is_imported() -> None:
-    code = "import sys, tapernorm.cli, tapernorm.commands; sys.exit('torch' in sys.modules)"
+    code = "import sys, tapernorm.cli.main, tapernorm.config.programs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 

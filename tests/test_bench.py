@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tapernorm import bench
-from tapernorm.bench import Case, Decoding, build_arms, load_base, operators, place, streamed_bytes, verdict
-from tapernorm.commands import ARMS, BenchmarkConfig
-from tapernorm.config import ModelConfig
-from tapernorm.generate import generate
-from tapernorm.schema import ConfigError
-from tapernorm.timing import Ratio
+from tapernorm.bench import programs as bench
+from tapernorm.bench.programs import Case, Decoding, build_arms, load_base, operators, place, streamed_bytes, verdict
+from tapernorm.bench.timing import Ratio
+from tapernorm.config.options import ModelConfig
+from tapernorm.config.programs import ARMS, BenchmarkConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.model.generate import generate
 
 TINY = BenchmarkConfig(
     model=ModelConfig(n_layer=2, n_ctx=64, d_model=32, head_dim=16, init_std=0.3, vocab_size=300),

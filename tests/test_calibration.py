@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm.calibration import Calibration, Ema
-from tapernorm.config import CalibrationConfig
-from tapernorm.gate import GateSchedule, Phase
-from tapernorm.norms import TaperLN, TaperNorm
+from tapernorm.config.options import CalibrationConfig
+from tapernorm.method.calibration import Calibration, Ema
+from tapernorm.method.gate import GateSchedule, Phase
+from tapernorm.method.norms import TaperLN, TaperNorm
 
 D, STEPS, K_WARMUP, WINDOW, DECAY = 16, 9, 9, 5, 0.8
 

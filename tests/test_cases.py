@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import console, loop
-from tapernorm import run as runs
-from tapernorm.cli import CONFIGS
-from tapernorm.config import Config
-from tapernorm.trainer import TrainingRun
+from tapernorm.cli import run as runs
+from tapernorm.cli.main import CONFIGS
+from tapernorm.config.options import Config
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import console, loop
+from tapernorm.training.state import TrainingRun
 from tests.test_training import assert_same_weights, rows, weights
 
 ROOT = CONFIGS.parent
@@ -294,7 +294,7 @@ def test_directories_that_cannot_be_written_are_named(
 
 
 def test_a_full_disk_under_the_cache_is_one_line(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tapernorm.data._sync", full)
+    monkeypatch.setattr("tapernorm.data.prepare._sync", full)
     status, _, err = train("cache_dir=mine")
     assert status == 2 and "cache_dir=" in err and "No space left on device" in err and err.count("\n") == 1
     assert [path.suffix for path in Path("mine").iterdir()] == [".lock"] and not Path("runs").exists()
@@ -467,8 +467,8 @@ def test_P27_a_compiled_run_is_evaluated_uncompiled(
     monkeypatch.setattr(torch, "compile", lambda f, **keys: compiler(f, backend="eager", **keys))
     summary = loop.train(tiny(norm="all_taper", trainer={"compile": True}), tmp_path, say=lambda line: None)
     torch._dynamo.reset()
-    from tapernorm.commands import EvaluateConfig
-    from tapernorm.evaluation import evaluate_checkpoint
+    from tapernorm.analysis.evaluate import evaluate_checkpoint
+    from tapernorm.config.programs import EvaluateConfig
 
     path = checkpoints.find(tmp_path)
     assert set(torch.load(path / "training.pt")) >= {"optimizer", "counters"}  # torch's default: plain data alone

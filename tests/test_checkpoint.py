@@ -16,18 +16,18 @@ import pytest
 import safetensors.torch
 import torch
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import faults
-from tapernorm.config import Config
-from tapernorm.loop import Interrupted, train
-from tapernorm.schema import ConfigError, to_dict
+from tapernorm.cli import errors as faults
+from tapernorm.config.options import Config
+from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.loop import Interrupted, train
 from tests.test_training import assert_same_weights, rows, run, weights
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints at steps 8, 16, 24."""
-    from tapernorm.config import build, resolve
+    from tapernorm.config.options import build, resolve
     from tests.conftest import NORMS, TINY, merge
 
     directory = tmp_path_factory.mktemp("finished")
@@ -110,8 +110,8 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
     tree["trainer"] |= {"save_interval": 1, "keep_last": 2, "max_steps": 24}
     script = (
         "import json, sys, pathlib\n"
-        "from tapernorm.config import build\n"
-        "from tapernorm.loop import train\n"
+        "from tapernorm.config.options import build\n"
+        "from tapernorm.training.loop import train\n"
         "train(build(json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))\n"
     )
     directory = tmp_path / "killed"
@@ -130,7 +130,7 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
     process.wait()
     found = checkpoints.latest(directory)
     assert found is not None and checkpoints.step_of(found) >= 4
-    from tapernorm.config import build
+    from tapernorm.config.options import build
 
     train(build(tree), directory, found, say=lambda line: None)
     assert_same_weights(weights(a_run, 24), weights(directory, 24))
@@ -141,7 +141,7 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
 def test_a_signal_finishes_the_step_saves_and_leaves(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.trainer import TrainingRun
+    from tapernorm.training.state import TrainingRun
 
     original = TrainingRun.enter
 

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-import tapernorm
-from tapernorm import cli, faults, run, sweep
-from tapernorm.config import Config, build, resolve
+from tapernorm import training
+from tapernorm.cli import errors as faults
+from tapernorm.cli import main as cli
+from tapernorm.cli import run, sweep
+from tapernorm.config.options import Config, build, resolve
 
 ROOT = cli.CONFIGS.parent
 
 
 class Trainer:
-    """Stands in for tapernorm.loop: writes what the real one writes, and fails as it is told."""
+    """Stands in for tapernorm.training.loop: writes what the real one writes, and fails as it is told."""
 
     class Divergence(RuntimeError):
         def __init__(self, step: int, gate: float, layer: str) -> None:
@@ -58,8 +60,8 @@ def trainer(monkeypatch, tmp_path):
     fake = Trainer()
     checkpoint = types.SimpleNamespace(latest=latest, step_of=lambda path: int(path.name[5:]))
     for name, module in {"loop": fake, "checkpoint": checkpoint}.items():
-        monkeypatch.setitem(sys.modules, f"tapernorm.{name}", module)
-        monkeypatch.setattr(tapernorm, name, module, raising=False)
+        monkeypatch.setitem(sys.modules, f"tapernorm.training.{name}", module)
+        monkeypatch.setattr(training, name, module, raising=False)
     # Reports have tests of their own, and cost a second a time.
     monkeypatch.setattr(run, "write_page", lambda directory, summary, say: None)
     monkeypatch.setattr(sweep, "write_report", lambda directory: None)

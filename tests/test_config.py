@@ -9,13 +9,21 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from tapernorm import cli
-from tapernorm import run as saved_runs
-from tapernorm.commands import EvaluateConfig
-from tapernorm.config import Config, DatasetConfig, NormConfig, TextDatasetConfig, ToyDatasetConfig, build, resolve
-from tapernorm.gate import GateSchedule
-from tapernorm.schema import ConfigError, all_keys, leaves, to_dict, validate, write_yaml
-from tapernorm.sites import all_sites, select_sites
+from tapernorm.cli import main as cli
+from tapernorm.cli import run as saved_runs
+from tapernorm.config.options import (
+    Config,
+    DatasetConfig,
+    NormConfig,
+    TextDatasetConfig,
+    ToyDatasetConfig,
+    build,
+    resolve,
+)
+from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.schema import ConfigError, all_keys, leaves, to_dict, validate, write_yaml
+from tapernorm.config.sites import all_sites, select_sites
+from tapernorm.method.gate import GateSchedule
 
 CHOICES = sorted(
     (group.name, str(file.relative_to(group).with_suffix("")))

@@ -30,11 +30,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 import tapernorm
-from tapernorm.anchor import token_scale
-from tapernorm.conversion import FITS, Fit, HeldLN, HeldNorm, Tapering, absorb_upstream
-from tapernorm.gate import GateSchedule, Phase
-from tapernorm.norms import TaperLN, TaperNorm
-from tapernorm.probing import as_projection, recognise
+from tapernorm.conversion.handle import FITS, Fit, HeldLN, HeldNorm, Tapering, absorb_upstream
+from tapernorm.conversion.recognise import as_projection, recognise
+from tapernorm.method.anchor import token_scale
+from tapernorm.method.gate import GateSchedule, Phase
+from tapernorm.method.norms import TaperLN, TaperNorm
 
 VOCAB, D, LAYERS = 31, 32, 2
 SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

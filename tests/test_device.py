@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tapernorm.device import autocast, keep_freed_memory, pick_device, pick_dtype
-from tapernorm.schema import ConfigError
+from tapernorm.config.schema import ConfigError
+from tapernorm.runtime.device import autocast, keep_freed_memory, pick_device, pick_dtype
 
 
 def test_P28_auto_works_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import dist
-from tapernorm.config import Config
-from tapernorm.loop import train
-from tapernorm.schema import ConfigError, to_dict
-from tapernorm.tracking import read_metrics
+from tapernorm.config.options import Config
+from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.runtime import dist
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.loop import train
+from tapernorm.training.tracking import read_metrics
 from tests.conftest import GPT2, merge
 
 pytestmark = [
@@ -211,7 +211,7 @@ def test_faults_of_the_command_are_one_line_and_leave_nothing(tmp_path: Path) ->
 def test_a_fault_in_one_process_stops_all_and_is_the_one_told(tmp_path: Path, fault: str, told: str) -> None:
     (tmp_path / "faulty.py").write_text(
         "import os, runpy\n"
-        "from tapernorm.trainer import TrainingRun\n"
+        "from tapernorm.training.state import TrainingRun\n"
         "finish = TrainingRun.finish_step\n"
         "def fail(self, step):\n"
         "    finish(self, step)\n"
@@ -274,7 +274,7 @@ def test_SIGTERM_saves_two_processes_and_one_goes_on(whole: Path) -> None:
     slow = whole / "slow.py"
     slow.write_text(
         "import runpy, time\n"
-        "from tapernorm.trainer import TrainingRun\n"
+        "from tapernorm.training.state import TrainingRun\n"
         "finish = TrainingRun.finish_step\n"
         "TrainingRun.finish_step = lambda self, step: (time.sleep(0.1 * (step > 23)), finish(self, step))\n"
         f"runpy.run_path({TRAIN!r}, run_name='__main__')\n"

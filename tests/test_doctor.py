@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tapernorm import doctor
-from tapernorm.doctor import Finding, Options
+from tapernorm.cli import doctor
+from tapernorm.cli.doctor import Finding, Options
 from tests.test_security import MARKERS, SECRETS
 
 ROOT = Path(__file__).parents[1]
@@ -254,7 +254,8 @@ def test_a_failing_self_test_is_a_problem_and_a_slow_one_a_warning(monkeypatch: 
 
 
 def test_the_self_test_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tapernorm import fold, trainer
+    from tapernorm.model import fold
+    from tapernorm.training import state as trainer
 
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a CPU a resumed run is exact
@@ -278,7 +279,7 @@ def test_the_self_test_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_wandb_and_hub_say_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tapernorm import tracking
+    from tapernorm.training import tracking
 
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert marks(doctor.check_wandb) == ["ok       W&B: off (WANDB_MODE=disabled)"]
@@ -296,7 +297,7 @@ def test_wandb_and_hub_say_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_gpt2s_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tapernorm import tokenizer
+    from tapernorm.data import tokenizer
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     assert "GPT-2's files are not in" in marks(doctor.check_tokenizer)[0]

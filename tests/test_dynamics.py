@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapernorm.config import Config, build, resolve
-from tapernorm.dynamics import first_nonfinite, margin_bound, probe, radial_theory, readout_gradient
-from tapernorm.gate import Phase
-from tapernorm.model import Decoder, build_model
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.training.dynamics import first_nonfinite, margin_bound, probe, radial_theory, readout_gradient
 from tests.conftest import NORMS, TINY, merge
 
 VOCAB = 97

@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import evaluation
-from tapernorm.cli import CONFIGS
-from tapernorm.commands import EvaluateConfig
-from tapernorm.config import Config, TextDatasetConfig, resolve
-from tapernorm.evaluation import evaluate, evaluate_checkpoint, scaled_losses
-from tapernorm.generate import generate
-from tapernorm.model import build_model
-from tapernorm.schema import ConfigError, validate
-from tapernorm.tracking import read_metrics
+from tapernorm.analysis import evaluate as evaluation
+from tapernorm.analysis.evaluate import evaluate, evaluate_checkpoint, scaled_losses
+from tapernorm.cli.main import CONFIGS
+from tapernorm.config.options import Config, TextDatasetConfig, resolve
+from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.schema import ConfigError, validate
+from tapernorm.model.decoder import build_model
+from tapernorm.model.generate import generate
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.tracking import read_metrics
 from tests.test_training import run
 
 

@@ -14,18 +14,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.commands import EvaluateConfig, ExportConfig
-from tapernorm.config import build, resolve
-from tapernorm.evaluation import evaluate_checkpoint, save_folded
-from tapernorm.export import _write_norm_free as write_norm_free
-from tapernorm.export import export, norm_free_config, read_exported
-from tapernorm.fold import fold
-from tapernorm.generate import generate
-from tapernorm.model import Decoder, build_model
-from tapernorm.pretrained import load_foreign
-from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.analysis.evaluate import evaluate_checkpoint, save_folded
+from tapernorm.config.options import build, resolve
+from tapernorm.config.programs import EvaluateConfig, ExportConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.data.tokenizer import Tokenizer
+from tapernorm.interop.export import _write_norm_free as write_norm_free
+from tapernorm.interop.export import export, norm_free_config, read_exported
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.fold import fold
+from tapernorm.model.generate import generate
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.pretrained import load_foreign
 from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import run
 
@@ -285,7 +285,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*arguments: Any, **keys: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tapernorm.export.save_file", full)
+    monkeypatch.setattr("tapernorm.interop.export.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         exported(tmp_path, "all_taper", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.anchor import token_scale
-from tapernorm.config import Config, build, resolve
-from tapernorm.gate import GateSchedule, Phase
-from tapernorm.model import build_model
-from tapernorm.norms import FakeLN, FakeNorm
-from tapernorm.schema import ConfigError
-from tapernorm.sites import removal_order, removal_turns
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.schema import ConfigError
+from tapernorm.config.sites import removal_order, removal_turns
+from tapernorm.method.anchor import token_scale
+from tapernorm.method.gate import GateSchedule, Phase
+from tapernorm.method.norms import FakeLN, FakeNorm
+from tapernorm.model.decoder import build_model
+from tapernorm.training import checkpoint as checkpoints
 from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import EVERY_STEP, assert_same_weights, rows, run, weights
 
@@ -115,7 +115,7 @@ def test_every_gap_is_kept(tiny: Callable[..., Config]) -> None:
 
 def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """From forwards of the saved models on the batches that training took, by hand."""
-    from tapernorm.data import Batches, prepare
+    from tapernorm.data.prepare import Batches, prepare
 
     config = fake(tiny, calibration={"window": 4, "decay": 0.5})
     run(config, tmp_path)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm import data
-from tapernorm.commands import EvaluateConfig
-from tapernorm.config import Config, build, resolve
-from tapernorm.data import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
-from tapernorm.evaluation import evaluate_checkpoint
-from tapernorm.losses import Losses, document_of
-from tapernorm.schema import ConfigError, to_dict
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.analysis.evaluate import evaluate_checkpoint
+from tapernorm.analysis.losses import Losses, document_of
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.data import prepare as data
+from tapernorm.data.prepare import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
+from tapernorm.data.tokenizer import Tokenizer
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run
 

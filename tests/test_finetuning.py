@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import cli, pretrained
-from tapernorm.commands import ExportConfig
-from tapernorm.config import Config, build, resolve
-from tapernorm.data import Prepared, prepare
-from tapernorm.export import export
-from tapernorm.generate import generate
-from tapernorm.loop import train
-from tapernorm.model import build_model
-from tapernorm.tracking import read_metrics
+from tapernorm.cli import main as cli
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.programs import ExportConfig
+from tapernorm.data.prepare import Prepared, prepare
+from tapernorm.interop.export import export
+from tapernorm.model.decoder import build_model
+from tapernorm.model.generate import generate
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import pretrained
+from tapernorm.training.loop import train
+from tapernorm.training.tracking import read_metrics
 from tests.conftest import SHARED
 
 transformers = pytest.importorskip("transformers")

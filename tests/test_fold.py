@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.commands import EvaluateConfig
-from tapernorm.config import Config, build, resolve
-from tapernorm.evaluation import evaluate_checkpoint
-from tapernorm.fold import certificate, count_norm_operations, describe, fold
-from tapernorm.gate import Phase
-from tapernorm.generate import generate
-from tapernorm.model import Decoder, build_model
-from tapernorm.run import check_keys, run_single
-from tapernorm.schema import ConfigError, to_dict
+from tapernorm.analysis.evaluate import evaluate_checkpoint
+from tapernorm.cli.run import check_keys, run_single
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.fold import certificate, count_norm_operations, describe, fold
+from tapernorm.model.generate import generate
+from tapernorm.training import checkpoint as checkpoints
 from tests.conftest import NORMS, TINY, merge
 from tests.test_training import run
 

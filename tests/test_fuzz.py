@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import LayerNorm, RMSNorm
 
-from tapernorm import cli
-from tapernorm.config import build, resolve
-from tapernorm.data import prepare
-from tapernorm.fold import fold
-from tapernorm.gate import Phase
-from tapernorm.loop import train
-from tapernorm.model import build_model
-from tapernorm.schema import ConfigError
-from tapernorm.tracking import read_metrics
+from tapernorm.cli import main as cli
+from tapernorm.config.options import build, resolve
+from tapernorm.config.schema import ConfigError
+from tapernorm.data.prepare import prepare
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import build_model
+from tapernorm.model.fold import fold
+from tapernorm.training.loop import train
+from tapernorm.training.tracking import read_metrics
 from tests.conftest import NORMS, TINY, merge
 
 

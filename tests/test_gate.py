@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tapernorm.gate import GateSchedule, Phase
+from tapernorm.method.gate import GateSchedule, Phase
 
 SHAPES = ("cosine", "linear", "sqrt", "step", "sequential", "constant")
 

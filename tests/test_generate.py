@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import continuation
-from tapernorm.commands import GenerateConfig
-from tapernorm.config import Config, TokenizerConfig, build, resolve
-from tapernorm.continuation import Transcript, continue_text
-from tapernorm.fold import fold
-from tapernorm.gate import Phase
-from tapernorm.generate import NotFinite, candidates, choose, generate, window_start
-from tapernorm.model import Decoder, build_model
-from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import build_tokenizer
+from tapernorm.cli import continuation
+from tapernorm.cli.continuation import Transcript, continue_text
+from tapernorm.config.options import Config, TokenizerConfig, build, resolve
+from tapernorm.config.programs import GenerateConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.data.tokenizer import build_tokenizer
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.fold import fold
+from tapernorm.model.generate import NotFinite, candidates, choose, generate, window_start
+from tapernorm.training import checkpoint as checkpoints
 from tests.conftest import NORMS, TINY, merge
 
 ROOT = Path(__file__).parents[1]
@@ -437,7 +437,7 @@ def test_faults_of_the_command_are_one_line_and_torch_is_not_waited_for(tmp_path
 def test_a_model_without_numbers_is_told_in_one_line(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tapernorm import cli
+    from tapernorm.cli import main as cli
 
     def fail(config: GenerateConfig) -> None:
         raise NotFinite("no numbers")

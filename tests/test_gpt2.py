@@ -12,15 +12,15 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from tapernorm import cli
-from tapernorm.config import Config, OptimConfig, build, resolve
-from tapernorm.dynamics import constant_logits, probe, radial_theory, readout_gradient
-from tapernorm.fold import certificate, fold
-from tapernorm.gate import Phase
-from tapernorm.generate import generate
-from tapernorm.lean import lean
-from tapernorm.model import Decoder, build_model
-from tapernorm.optim import build_optimizer
+from tapernorm.cli import main as cli
+from tapernorm.config.options import Config, OptimConfig, build, resolve
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.fold import certificate, fold
+from tapernorm.model.generate import generate
+from tapernorm.model.lean import lean
+from tapernorm.training.dynamics import constant_logits, probe, radial_theory, readout_gradient
+from tapernorm.training.optim import build_optimizer
 from tests.conftest import GPT2, NORMS, TINY, merge
 from tests.test_training import EVERY_STEP, assert_same_weights, rows, run, weights
 

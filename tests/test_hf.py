@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapernorm import pretrained
-from tapernorm.config import Config, resolve
-from tapernorm.gate import Phase
-from tapernorm.hf import is_hub_form, to_gpt2, to_stock
-from tapernorm.model import Decoder, build_model
-from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import Tokenizer
-from tapernorm.tracking import read_metrics
+from tapernorm.config.options import Config, resolve
+from tapernorm.config.schema import ConfigError
+from tapernorm.data.tokenizer import Tokenizer
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.hf import is_hub_form, to_gpt2, to_stock
+from tapernorm.training import pretrained
+from tapernorm.training.tracking import read_metrics
 from tests.conftest import GPT2
 from tests.test_gpt2 import gpt2_of
 from tests.test_training import run

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pytest
 from hydra import compose, initialize_config_dir
 
-from tapernorm import cli, sources
-from tapernorm.config import Config, HubDatasetConfig, build
-from tapernorm.data import Prepared, prepare, prepare_valid
-from tapernorm.schema import ConfigError
-from tapernorm.sources import document_hash, open_source
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.cli import main as cli
+from tapernorm.config.options import Config, HubDatasetConfig, build
+from tapernorm.config.schema import ConfigError
+from tapernorm.data import sources
+from tapernorm.data.prepare import Prepared, prepare, prepare_valid
+from tapernorm.data.sources import document_hash, open_source
+from tapernorm.data.tokenizer import Tokenizer
 from tests.test_data import config_for, stories_of, text_config, write_any
 
 BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})

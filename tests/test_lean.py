@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tapernorm.config import Config, resolve
-from tapernorm.fold import fold
-from tapernorm.gate import Phase
-from tapernorm.generate import generate
-from tapernorm.lean import lean
-from tapernorm.model import Linear, build_model
+from tapernorm.config.options import Config, resolve
+from tapernorm.method.gate import Phase
+from tapernorm.model.decoder import Linear, build_model
+from tapernorm.model.fold import fold
+from tapernorm.model.generate import generate
+from tapernorm.model.lean import lean
 
 TOKENS = torch.arange(60).view(3, 20)
 

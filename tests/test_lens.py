@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformer_lens", reason="the extra is absent: pip install -c constraints.txt -e '.[lens]'")
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.commands import ExportConfig
-from tapernorm.export import export
-from tapernorm.fold import fold
-from tapernorm.generate import generate
-from tapernorm.lens import to_hooked
-from tapernorm.model import Decoder
-from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import Tokenizer
+from tapernorm.config.programs import ExportConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.data.tokenizer import Tokenizer
+from tapernorm.interop.export import export
+from tapernorm.interop.lens import to_hooked
+from tapernorm.model.decoder import Decoder
+from tapernorm.model.fold import fold
+from tapernorm.model.generate import generate
+from tapernorm.training import checkpoint as checkpoints
 from tests.test_export import BYTES, EOT, FAMILIES, MODES, exported, saved, tokens
 
 TYPES = {"baseline": {"llama": "RMS"}, "internal_taper": {"llama": "RMS"}}  # else LN, and None where no norm is left
@@ -269,7 +269,7 @@ def test_no_network_is_tried(tmp_path: Path) -> None:
         "import socket, sys\n"
         "def refuse(*arguments, **keys): raise SystemExit('the network was tried')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from tapernorm.lens import to_hooked\n"
+        "from tapernorm.interop.lens import to_hooked\n"
         "print(to_hooked(sys.argv[1]).run_with_cache('Hello')[0].shape)\n"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}

@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("lm_eval", reason="the extra is absent: pip install -c constraints.txt -e '.[lm_eval]'")
 
-from tapernorm.generate import generate
-from tapernorm.model import Decoder
+from tapernorm.model.decoder import Decoder
+from tapernorm.model.generate import generate
 from tests.test_export import BYTES, EOT, exported
 
 ROOT = Path(__file__).parents[1]

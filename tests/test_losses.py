@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapernorm.config import TokenizerConfig
-from tapernorm.losses import Losses, clustered_mean, difference, document_of
-from tapernorm.tokenizer import Tokenizer, build_tokenizer
+from tapernorm.analysis.losses import Losses, clustered_mean, difference, document_of
+from tapernorm.config.options import TokenizerConfig
+from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig(kind="bytes"), None)
 STORIES = [f"The cat number {i} sat on the mat and looked at the moon{'!' * i}" for i in range(9)]

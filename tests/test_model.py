@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config import Config, build, resolve
-from tapernorm.hf import to_llama
-from tapernorm.model import Decoder, build_model
-from tapernorm.norms import TaperNorm
-from tapernorm.schema import ConfigError
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.schema import ConfigError
+from tapernorm.method.norms import TaperNorm
+from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.hf import to_llama
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config import build, resolve
-from tapernorm.gate import Phase
-from tapernorm.model import build_model
-from tapernorm.norms import Derf, DyT, TaperLN, TaperNorm
+from tapernorm.config.options import build, resolve
+from tapernorm.method.gate import Phase
+from tapernorm.method.norms import Derf, DyT, TaperLN, TaperNorm
+from tapernorm.model.decoder import build_model
 from tests.conftest import TINY, merge
 
 D = 24

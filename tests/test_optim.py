@@ -7,12 +7,19 @@ import dataclasses
 import pytest
 import torch
 
-from tapernorm.anchor import token_scale
-from tapernorm.calibration import Calibration
-from tapernorm.config import Config, ModelConfig, MultipliersConfig, OptimConfig, TaperNormConfig, resolve
-from tapernorm.gate import GateSchedule
-from tapernorm.model import build_model
-from tapernorm.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, rescale, role, set_learning_rates
+from tapernorm.config.options import Config, ModelConfig, MultipliersConfig, OptimConfig, TaperNormConfig, resolve
+from tapernorm.method.anchor import token_scale
+from tapernorm.method.calibration import Calibration
+from tapernorm.method.gate import GateSchedule
+from tapernorm.model.decoder import build_model
+from tapernorm.training.optim import (
+    add_taper_gains,
+    build_optimizer,
+    drop_state_of_frozen,
+    rescale,
+    role,
+    set_learning_rates,
+)
 
 KAPPA, STEPS, K_WARMUP, K_TAPER = 4.0, 70, 20, 50
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from tapernorm import report, run, sweep
-from tapernorm.config import Config, build, resolve
-from tapernorm.report import charts, compare, page, runs
-from tapernorm.report.compare import Comparison
-from tapernorm.schema import to_dict, write_yaml
-from tapernorm.tracking import METRICS, Tracker
+from tapernorm.analysis import report
+from tapernorm.analysis.report import charts, compare, page, runs
+from tapernorm.analysis.report.compare import Comparison
+from tapernorm.cli import run, sweep
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.schema import to_dict, write_yaml
+from tapernorm.training.tracking import METRICS, Tracker
 from tests.conftest import NORMS, TINY, merge
 
 REPO = Path(__file__).parents[1]

@@ -19,15 +19,16 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import cli, faults
-from tapernorm.config import Config, build, resolve
-from tapernorm.data import prepare
-from tapernorm.hf import open_pretrained
-from tapernorm.loop import train
-from tapernorm.run import load_run
-from tapernorm.schema import ConfigError, to_dict
-from tapernorm.tokenizer import build_tokenizer
+from tapernorm.cli import errors as faults
+from tapernorm.cli import main as cli
+from tapernorm.cli.run import load_run
+from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.data.prepare import prepare
+from tapernorm.data.tokenizer import build_tokenizer
+from tapernorm.model.hf import open_pretrained
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.loop import train
 from tests.conftest import TINY, merge
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy import stats
 
-from tapernorm.statistics import estimate, holm, outliers, p_value, paired_percent
+from tapernorm.analysis.intervals import estimate, holm, outliers, p_value, paired_percent
 
 LOSSES = [3.182, 3.159, 3.237, 3.201]
 OTHERS = [3.188, 3.155, 3.283, 3.190]

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm import published
-from tapernorm.commands import EvaluateConfig, ExportConfig
-from tapernorm.config import Config, ModelConfig, TokenizerConfig
-from tapernorm.data import TokenFile, usable_windows
-from tapernorm.evaluation import evaluate_checkpoint
-from tapernorm.export import export
-from tapernorm.losses import document_of
-from tapernorm.schema import ConfigError, validate
-from tapernorm.tokenizer import Tokenizer, build_tokenizer
+from tapernorm.analysis import published
+from tapernorm.analysis.evaluate import evaluate_checkpoint
+from tapernorm.analysis.losses import document_of
+from tapernorm.config.options import Config, ModelConfig, TokenizerConfig
+from tapernorm.config.programs import EvaluateConfig, ExportConfig
+from tapernorm.config.schema import ConfigError, validate
+from tapernorm.data.prepare import TokenFile, usable_windows
+from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
+from tapernorm.interop.export import export
+from tapernorm.training import checkpoint as checkpoints
 from tests.conftest import GPT2
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run

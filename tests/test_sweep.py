@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tapernorm import cli, faults, run, sweep
-from tapernorm.config import resolve
+from tapernorm.cli import errors as faults
+from tapernorm.cli import main as cli
+from tapernorm.cli import run, sweep
+from tapernorm.config.options import resolve
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 
 # ruff: noqa: F811

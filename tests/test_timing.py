@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm.timing import copy_bandwidth, interleave, ratio, seconds
+from tapernorm.bench.timing import copy_bandwidth, interleave, ratio, seconds
 
 
 def test_the_ratio_of_medians_and_an_interval_that_holds_the_truth_95_times_of_100() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tapernorm import tokenizer as tokenizer_module
-from tapernorm import toy
-from tapernorm.config import TokenizerConfig
-from tapernorm.schema import ConfigError
-from tapernorm.tokenizer import Tokenizer, build_tokenizer
+from tapernorm.config.options import TokenizerConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.data import tokenizer as tokenizer_module
+from tapernorm.data import toy
+from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tapernorm import toy
+from tapernorm.data import toy
 
 
 @pytest.fixture(scope="module")

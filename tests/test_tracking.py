@@ -24,9 +24,9 @@ import pytest
 import torch
 import yaml
 
-from tapernorm.config import TrackingConfig
-from tapernorm.schema import ConfigError
-from tapernorm.tracking import METRICS, METRICS_FILE, Mirror, Progress, Tracker, read_metrics
+from tapernorm.config.options import TrackingConfig
+from tapernorm.config.schema import ConfigError
+from tapernorm.training.tracking import METRICS, METRICS_FILE, Mirror, Progress, Tracker, read_metrics
 
 REPO = Path(__file__).parents[1]
 DISABLED = TrackingConfig(wandb="disabled")
@@ -102,7 +102,8 @@ def test_P13_a_torn_last_line_is_dropped_by_the_reader_and_on_resume(tmp_path: P
 
 def test_P13_a_killed_process_loses_nothing_it_logged(tmp_path: Path) -> None:
     script = (
-        "import os, pathlib, sys; from tapernorm.config import TrackingConfig; from tapernorm.tracking import Tracker\n"
+        "import os, pathlib, sys; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.training.tracking import Tracker\n"
         "tracker = Tracker(\n"
         "    pathlib.Path(sys.argv[1]), {}, TrackingConfig(wandb='disabled'), name='x', tokens_per_step=64)\n"
         "for step in range(1, 6): tracker.log(step, {'a': step}); tracker.log(step, {'b': step})\n"
@@ -156,8 +157,8 @@ def test_state_is_plain_and_keeps_the_id_while_wandb_is_disabled(tmp_path: Path)
 SCRIPT = """
 import json, logging, math, sys
 from pathlib import Path
-from tapernorm.config import TrackingConfig
-from tapernorm.tracking import Tracker
+from tapernorm.config.options import TrackingConfig
+from tapernorm.training.tracking import Tracker
 
 logging.basicConfig(level=logging.INFO)  # as Hydra does
 root = Path(sys.argv[1])
@@ -360,7 +361,8 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path: Path) -> None
 
 def start_in_a_process(directory: Path, mode: str, strict: bool = False, **environment: str) -> Any:
     script = (
-        "import pathlib, sys; from tapernorm.config import TrackingConfig; from tapernorm.tracking import Tracker\n"
+        "import pathlib, sys; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.training.tracking import Tracker\n"
         f"tracking = TrackingConfig(wandb={mode!r}, strict={strict})\n"
         "with Tracker(pathlib.Path(sys.argv[1]), {'seed': 1}, tracking, name='x', tokens_per_step=8) as tracker:\n"
         "    tracker.log(1, {'train/loss': 1.0})\n"
@@ -521,8 +523,8 @@ def test_a_hanging_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: str) -> None:
     """A real offline run, in a process of its own that has to end, and silently."""
     script = (
-        "import pathlib, signal, sys, time; from tapernorm.config import TrackingConfig\n"
-        "from tapernorm.tracking import Tracker\n"
+        "import pathlib, signal, sys, time; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.training.tracking import Tracker\n"
         "from wandb.sdk import wandb_setup\n"
         "offline = TrackingConfig(wandb='offline')\n"
         "for name in ('one', 'two'):\n"
@@ -627,7 +629,7 @@ def test_progress_survives_whoever_read_along() -> None:
 class FakeClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("tapernorm.tracking.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("tapernorm.training.tracking.time.monotonic", lambda: self.now)
 
 
 def test_progress_lines_name_everything_and_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapernorm import checkpoint as checkpoints
-from tapernorm.config import Config
-from tapernorm.loop import Divergence, train
-from tapernorm.schema import ConfigError
-from tapernorm.tracking import read_metrics
+from tapernorm.config.options import Config
+from tapernorm.config.schema import ConfigError
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.loop import Divergence, train
+from tapernorm.training.tracking import read_metrics
 
 EVERY_STEP = {"log_interval": 1, "save_interval": 1, "keep_last": 1000}
 ANCHORS = ("none", "fixed_target", "mean_log")
@@ -257,7 +257,7 @@ def test_comparators_train(tmp_path: Path, kind: str) -> None:
 
 
 def _comparator(kind: str) -> Config:
-    from tapernorm.config import build, resolve
+    from tapernorm.config.options import build, resolve
     from tests.conftest import TINY, merge
 
     return resolve(build(merge(TINY, {"norm": {"kind": kind}, "optim": {"lr": 1e-3}})))
@@ -311,7 +311,7 @@ def test_a_faulty_step_is_skipped_and_nothing_after_it_trains(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that is only looked at when something is logged, a non-finite gradient is found later."""
-    from tapernorm.trainer import TrainingRun
+    from tapernorm.training.state import TrainingRun
 
     def seldom(self: TrainingRun, observed: bool) -> None:
         if observed:
@@ -360,8 +360,8 @@ def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tm
 def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm import trainer
-    from tapernorm.evaluation import Evaluation
+    from tapernorm.analysis.evaluate import Evaluation
+    from tapernorm.training import state as trainer
 
     monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
     with pytest.raises(Divergence, match="the validation loss"):
@@ -371,7 +371,7 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
 def test_failing_samples_do_not_cost_the_result(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm import console
+    from tapernorm.training import console
 
     def fails(*arguments: Any, **keys: Any) -> None:
         raise RuntimeError("probability tensor contains inf, nan or element < 0")
@@ -435,7 +435,7 @@ def test_golden_losses(tiny: Callable[..., Config], tmp_path: Path, norm: str, a
 def regenerate() -> None:
     import tempfile
 
-    from tapernorm.config import build, resolve
+    from tapernorm.config.options import build, resolve
     from tests.conftest import NORMS, TINY, merge
 
     losses = {}

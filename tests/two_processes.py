@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tapernorm import dist
+from tapernorm.runtime import dist
 
 dist.start()
 
-from tapernorm.config import build, resolve  # noqa: E402
-from tapernorm.loop import train  # noqa: E402
-from tapernorm.trainer import TrainingRun  # noqa: E402
+from tapernorm.config.options import build, resolve  # noqa: E402
+from tapernorm.training.loop import train  # noqa: E402
+from tapernorm.training.state import TrainingRun  # noqa: E402
 
 
 def bits(run: TrainingRun) -> str:

@@ -1,0 +1,307 @@
+"""Finished and unfinished runs, read from their directories, and what each of them says about logit chasing."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tapernorm.cli import run as saved_runs
+from tapernorm.config.options import GATED
+from tapernorm.config.schema import ConfigError
+from tapernorm.training.tracking import METRICS_FILE, read_metrics
+
+Tree = dict[str, Any]
+Points = list[tuple[int, float | None]]  # (step, value); None where the value was not finite or not defined
+
+# docs/metrics.md, "How to see logit chasing", with numbers to the words. Both are in the report's text.
+GROWTH = 0.1  # e-folds (11 %) by which the residual scale may leave its level at the first step with gate 0
+LEVER = 0.5  # share of the theoretical radial gradient that must be there for the scale to act on the logits
+
+SCALE, DRIFT, MISMATCH = "scale/final_rms_mean", "scale/drift", "calib/mismatch."
+
+FORCES = {  # of the anchors that hold a level: their force from means alone, for runs that did not log it
+    "fixed_target": lambda weight, scale, target: 2 * weight * scale * (scale - target),
+    "log_target": lambda weight, scale, target: 2 * weight * math.log(scale / target),
+    "mean_log": lambda weight, scale, target: 2 * weight * math.log(scale / target),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run as its directory tells it. `resolved` is {} where the configuration could not be built.
+
+    references: runs of the same seed under a final norm, whose growth the loss cannot have caused.
+    """
+
+    directory: Path
+    status: str
+    error: str | None = None
+    summary: Tree = field(default_factory=dict)
+    composed: Tree = field(default_factory=dict)
+    resolved: Tree = field(default_factory=dict)
+    rows: Sequence[Tree] = ()
+    tokens: Tree | None = None  # radial gradient of single tokens: theory and measured
+    references: Sequence[Run] = ()
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def finished(self) -> bool:
+        """It ran to its end with a finite loss: only such runs enter the statistics."""
+        return self.status == "finished" and self.val_loss is not None
+
+    def setting(self, section: str, key: str) -> Any:
+        """A resolved value, or as it was asked for where the run never got so far; None if neither is there."""
+        for tree in (self.resolved, self.composed):
+            node = tree.get(section)
+            if isinstance(node, dict) and node.get(key) is not None:
+                return node[key]
+        return None
+
+    @property
+    def norm(self) -> str:
+        return str(self.setting("norm", "name") or self.summary.get("norm") or "?")
+
+    @property
+    def anchor(self) -> str:
+        return str(self.setting("anchor", "kind") or self.summary.get("anchor") or "?")
+
+    @property
+    def seed(self) -> int | None:
+        return self.resolved.get("seed", self.composed.get("seed", self.summary.get("seed")))
+
+    @property
+    def is_baseline(self) -> bool:
+        return saved_runs.is_baseline(self.resolved)
+
+    @cached_property
+    def match(self) -> str:
+        return saved_runs.match_key(self.resolved)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        batch, length = self.setting("trainer", "batch_size"), self.setting("model", "n_ctx")
+        return batch * length if batch and length else None
+
+    @property
+    def k_warmup(self) -> int | None:
+        return self.setting("gate", "k_warmup")
+
+    @property
+    def k_taper(self) -> int | None:
+        """First step with gate 0, of runs that taper."""
+        tapers = self.setting("norm", "kind") in GATED and self.setting("gate", "shape") != "constant"
+        return self.setting("gate", "k_taper") if tapers else None
+
+    # ------------------------------------------------------------------------------------------------------ its numbers
+
+    def points(self, metric: str) -> Points:
+        """(step, value) wherever it was measured; drift and `anchor/force` are derived where they were not logged."""
+        found = [(row["step"], row[metric]) for row in self.rows if metric in row]
+        derived = {DRIFT: self._derived_drift, "anchor/force": self._derived_force}
+        return found or (derived[metric]() if metric in derived else [])
+
+    def last(self, metric: str) -> float | None:
+        return next((value for _, value in reversed(self.points(metric)) if value is not None), None)
+
+    @property
+    def last_step(self) -> int:
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def val_loss(self) -> float | None:
+        return self.summary["val_loss"] if self.summary.get("val_loss") is not None else self.last("val/loss")
+
+    @property
+    def drift(self) -> float | None:
+        """ln of the level at the end over the one at k_warmup, in e-folds."""
+        return self.last(DRIFT)
+
+    def _derived_drift(self) -> Points:
+        scales = [(step, s) for step, s in self.points(SCALE) if step >= (self.k_warmup or 0)]
+        if not scales or scales[0][0] != self.k_warmup or not (start := scales[0][1]):
+            return []
+        return [(step, math.log(s / start) if s else None) for step, s in scales]
+
+    @property
+    def mismatches(self) -> tuple[float | None, float | None]:
+        """Worst |ln(c r)| over the sites, at the first step with gate 0 and at the last probe."""
+        worst = {
+            row["step"]: max(found)
+            for row in self.rows
+            if (found := [abs(v) for key, v in row.items() if key.startswith(MISMATCH) and v is not None])
+        }
+        return worst.get(self.closed), next(reversed(worst.values()), None)
+
+    @property
+    def derives_force(self) -> bool:
+        return not any("anchor/force" in row for row in self.rows) and bool(self._derived_force())
+
+    def _derived_force(self) -> Points:
+        force, target, weight = FORCES.get(self.anchor), self.last("scale/target"), self.last("anchor/lambda")
+        if force is None or not target or weight is None or self.k_warmup is None:
+            return []
+        scales = [(step, s) for step, s in self.points(SCALE) if step > self.k_warmup]
+        return [(step, force(weight, s, target) if s else None) for step, s in scales]
+
+    def sites(self, prefix: str) -> list[str]:
+        """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
+        return list(
+            dict.fromkeys(key.removeprefix(prefix) for row in self.rows for key in row if key.startswith(prefix))
+        )
+
+    # -------------------------------------------------------------------------------------------------- logit chasing
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a standard norm reads h_L to the end, so that its scale has no effect on the logits."""
+        kind, sites = self.setting("norm", "kind"), self.setting("norm", "sites") or ()
+        open_gate = kind in GATED and self.setting("gate", "shape") == "constant"
+        return kind == "standard" or open_gate or (kind is not None and "final" not in sites)
+
+    @cached_property
+    def closed(self) -> int | None:
+        """First step with gate 0; of a run that does not taper, the k_taper that it shares with those that do."""
+        return next((row["step"] for row in self.rows if row.get("gate/g") == 0), self.setting("gate", "k_taper"))
+
+    @property
+    def settled(self) -> list[Tree]:
+        """Rows after the first step with gate 0."""
+        return [] if self.closed is None else [row for row in self.rows if row["step"] > self.closed]
+
+    def growth_between(self, start: int | None, end: int) -> float | None:
+        """ln of the last level over the first within these steps, in e-folds."""
+        levels = [] if start is None else [s for step, s in self.points(SCALE) if s and start <= step <= end]
+        return math.log(levels[-1] / levels[0]) if len(levels) > 1 else None
+
+    @property
+    def growth(self) -> float | None:
+        """ln of the level at the end over the one at the first step with gate 0."""
+        return self.growth_between(self.closed, self.last_step)
+
+    @property
+    def reference_growths(self) -> dict[str, float]:
+        """Growth of the references over the same steps."""
+        names = {True: "baseline", False: "internal_taper"}
+        found = {names[run.is_baseline]: run.growth_between(self.closed, self.last_step) for run in self.references}
+        return {name: growth for name, growth in found.items() if growth is not None}
+
+    @property
+    def lever(self) -> float | None:
+        """sum |radial/mean| / sum |radial/theory| after the taper: 1 if the scale of h_L acts on the logits, else 0."""
+        rows = [row for row in self.settled if row.get("radial/mean") is not None and row.get("radial/theory")]
+        theory = math.fsum(abs(row["radial/theory"]) for row in rows)
+        return math.fsum(abs(row["radial/mean"]) for row in rows) / theory if theory else None
+
+    @property
+    def pull(self) -> float | None:
+        """Mean of radial/train_mean after the taper, nats per e-fold: negative pulls the scale up."""
+        values = [row["radial/train_mean"] for row in self.settled if row.get("radial/train_mean") is not None]
+        return math.fsum(values) / len(values) if values else None
+
+    @cached_property
+    def verdict(self) -> str:
+        """One of VERDICTS. What an anchor lets rise to the level that it holds does not chase."""
+        if self.status in ("diverged", "failed"):
+            return self.status
+        if self.final_norm:
+            return "normed"
+        lever, growth, pull = self.lever, self.growth, self.pull
+        if lever is None or growth is None or pull is None:
+            return "early"
+        if lever < LEVER:
+            return "inert"
+        if growth < -GROWTH:
+            return "shrinking"
+        if growth <= GROWTH:
+            return "held"
+        above = self.anchor not in FORCES or (self.drift or 0.0) > GROWTH
+        beyond = all(growth > other for other in self.reference_growths.values())
+        return "chasing" if pull < 0 and above and beyond else "growing"
+
+
+VERDICTS = {  # the words of the badges; the report's text explains them
+    "chasing": "chases logits",
+    "growing": "scale grows",
+    "shrinking": "scale shrinks",
+    "held": "scale held",
+    "inert": "scale has no effect",
+    "normed": "final norm in place",
+    "early": "too early to tell",
+    "diverged": "diverged",
+    "failed": "failed",
+}
+
+
+def discover(directories: Iterable[Path]) -> list[Path]:
+    """Run directories that are, or lie up to three levels below, the given ones. Raises ConfigError for one without."""
+    found: dict[Path, None] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: there is no such directory")
+        patterns = (".hydra", "*/.hydra", "*/*/.hydra", "*/*/*/.hydra")
+        folders = sorted(path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_dir())
+        if not folders:
+            raise ConfigError(f"{directory} holds no run")
+        found.update(dict.fromkeys(path.resolve() for path in folders))
+    return list(found)
+
+
+def read(directory: Path, summary: Tree | None = None) -> Run:
+    """Everything that a run's directory holds so far; what is damaged becomes the run's error, never an exception.
+
+    summary: instead of summary.json.
+    """
+    error = None
+    try:
+        saved = saved_runs.load_run(directory)
+        composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary or {}
+    except ConfigError as fault:  # never started, or its configuration could not be built
+        error, composed, resolved = str(fault), _yaml(directory / ".hydra" / "config.yaml"), {}
+        try:
+            summary = summary or saved_runs.load_summary(directory) or {}
+        except ValueError:
+            summary = {}
+    rows: list[Tree] = []
+    if (directory / METRICS_FILE).exists():
+        try:
+            rows = read_metrics(directory)
+        except ConfigError as fault:
+            error = str(fault)
+    status = summary.get("status") or ("failed" if error else "unfinished")
+    tokens = _tokens(directory / "probe_tokens.json")
+    return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows, tokens)
+
+
+def _tokens(file: Path) -> Tree | None:
+    """{"step": k, "theory": [...], "measured": [...]}, None if there is no such file or it is damaged."""
+    keys = ("theory", "measured")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        return {"step": int(tree["step"]), **{key: [v if v is None else float(v) for v in tree[key]] for key in keys}}
+    return None
+
+
+def _yaml(file: Path) -> Tree:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def silence(directory: Path) -> float | None:
+    """Seconds since a run last wrote a metric."""
+    file = directory / METRICS_FILE
+    return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else None

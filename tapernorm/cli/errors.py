@@ -1,0 +1,130 @@
+"""Faults of the command line and of configurations, told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import errno
+import os
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from tapernorm.config.options import Config, DatasetConfig, NormConfig
+from tapernorm.config.schema import ConfigError, all_keys, unknown_key
+from tapernorm.runtime import dist
+
+COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)  # a file of somebody else, a read-only file system
+WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@contextmanager
+def in_one_line(schema: type = Config) -> Iterator[None]:
+    """End the program with one line and status 2 on a fault of composition or configuration raised inside, or a file
+    that may not be read or written.
+
+    Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `schema`: see `explain`.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = isinstance(error, COMPOSITION_ERRORS) or _raised_by_hydra(error) or _not_allowed(error)
+        if WANTS_TRACEBACKS or not told:
+            raise
+        stop(explain(error, schema))
+
+
+def _raised_by_hydra(error: Exception) -> bool:
+    """Hydra refuses some command lines with a plain ValueError."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)
+    return isinstance(error, ValueError) and inside
+
+
+def _not_allowed(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None
+
+
+def stop(text: str, status: int = 2) -> NoReturn:
+    """End the program with one line on stderr. 2: nothing ran; 1: a run failed. One of several processes says it."""
+    if dist.blame(text, after_you=True)[1]:
+        print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def explain(error: BaseException, schema: type = Config) -> str:
+    """One line for an error of composition: the key or choice at fault and the nearest valid one.
+
+    `schema` is the dataclass whose keys are valid.
+    """
+    text = str(error)
+    if isinstance(error, ConfigError):
+        return text
+    if isinstance(error, OSError) and _not_allowed(error):
+        return f"{error.filename}: {error.strerror}"
+    valid = [key for key, _ in all_keys(schema)]
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return _unknown_choice(group, choice, error.options)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        if suite := re.match(r"suite\.[^.]+", key):  # its data sets have the keys of `dataset`
+            valid += [suite[0] + name.removeprefix("dataset") for name in valid if name.startswith("dataset.")]
+        return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
+    if found := re.match(r"Ambiguous value for argument '(.+)'", text):
+        quoted = f"put quotes inside quotes around a text with commas: \"{found[1]}='a, b'\""
+        sweep = "add --multirun for a sweep, " if schema is Config else ""
+        return f"{found[1]} lists several values; {sweep}write [...] for a list, or {quoted}"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read '{error.override}'; write key=value, and quote special characters: \"key='a value'\""
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text = f"{text}: {error.__cause__}"
+    text = re.sub(r"See https?://\S+ for details\.?", "", text)
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type): ?.*", "", text)
+    return " ".join(text.replace("^", " ").split()) or type(error).__name__
+
+
+def choices(group: Path) -> list[str]:
+    """The choices of a group of configs/, those in folders of it as 'folder/name'."""
+    return sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
+
+
+def _with_sections(keys: list[str]) -> list[str]:
+    return [*dict.fromkeys(key.partition(".")[0] for key in keys if "." in key), *keys]
+
+
+def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
+    group, *folders = group.split("/") if (CONFIGS / group.partition("/")[0]).is_dir() else [group]
+    choice = "/".join([*folders, choice])
+    names = sorted({*([] if folders else options), *choices(CONFIGS / group)})
+    near = difflib.get_close_matches(choice, names, n=1)
+    hint = f"did you mean {group}={near[0]}? " if near else ""
+    if group == "hydra/launcher" and choice in EXTRAS:
+        hint = f"it is an extra: pip install -c constraints.txt -e '.[{EXTRAS[choice]}]'; "
+    return f"unknown choice {group}={choice}; {hint}{group} has {', '.join(names)}"
+
+
+def _not_in_choice(key: str) -> str:
+    """A key that exists, but not with the chosen kind of norm or data set."""
+    section, _, name = key.partition(".")
+    if section == "suite":
+        return f"the chosen suite has no key '{key}'; --cfg job shows those that it has"
+    variants: dict[str, Any] = {"norm": NormConfig, "dataset": DatasetConfig}
+    kinds = [
+        str(cls.__pydantic_fields__["kind"].default)
+        for cls in typing.get_args(variants.get(section))
+        if name.partition(".")[0] in {field.name for field in dataclasses.fields(cls)}
+    ]
+    return f"the chosen {section} has no key '{key}'; the kinds {', '.join(kinds)} have it"

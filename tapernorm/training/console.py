@@ -1,0 +1,144 @@
+"""What a run tells a person before it starts and after it has ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from tapernorm.config.schema import write_text
+from tapernorm.model.generate import generate
+from tapernorm.runtime import dist
+from tapernorm.runtime.device import autocast
+from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training.state import TrainingRun, worst_mismatch
+from tapernorm.training.tracking import REPORT_FILE, Progress, clock
+
+
+def introduce(run: TrainingRun) -> None:
+    """State what is about to happen, with an estimate of its duration from one trial step."""
+    config, trainer, schedule = run.config, run.config.trainer, run.schedule
+    per_step = trainer.batch_size * config.model.n_ctx
+    compiled = ", compiled" if trainer.compile else ""
+    say = run.say
+    together = f"{dist.size()} processes, each with " if dist.size() > 1 else ""
+    kind = str(run.dtype).removeprefix("torch.")
+    say(f"{together}device {run.device}, {kind}{compiled}, {torch.get_num_threads()} threads")
+    say(
+        f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
+        f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
+        f"({len(run.model.gated_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
+        f"anchor {config.anchor.kind}, seed {config.seed}"
+    )
+    say(
+        f"tokens: {trainer.max_steps:,} steps of {per_step:,} = {trainer.max_steps * per_step:,}, "
+        f"{trainer.max_steps * per_step / run.batches.tokens_per_epoch:.2f} epochs"
+    )
+    if schedule.first_tapered_step is not None:
+        taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
+        say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
+    else:
+        taper = "constant gate" if run.model.gated_norms() else "no tapered layers"
+        say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
+    if run.step:
+        say(f"resumed after step {run.step}")
+    left = trainer.max_steps - run.step
+    if trainer.compile:
+        say("ETA: shown once the first graph is compiled")
+    elif trainer.parallel == "fsdp" and dist.size() > 1:
+        say("ETA: shown once the first step is taken")
+    elif left:
+        say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
+    say(f"run directory {run.directory}")
+    if warning := short_of_space(run):
+        say(warning)
+    run.progress = Progress(trainer.max_steps, done=run.step, mode=trainer.progress)
+
+
+def short_of_space(run: TrainingRun) -> str | None:
+    """A warning if the checkpoints that the run will keep do not fit on the disk of its directory."""
+    trainer, size = run.config.trainer, checkpoints.expected_size(run.model)
+    saves = math.ceil(trainer.max_steps / (trainer.save_interval or 1))
+    most = min(trainer.keep_last + 2, saves)  # beside the last ones: the best, and the one that is being written
+    needed = size * (most - len(checkpoints.list_checkpoints(run.directory)))
+    free = shutil.disk_usage(run.directory).free
+    if needed <= free:
+        return None
+    return (
+        f"warning: {in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come to "
+        f"{in_units(most * size)}; make room, or lower trainer.keep_last={trainer.keep_last}"
+    )
+
+
+def in_units(n_bytes: float) -> str:
+    """1.25 GB; three digits."""
+    power = min(int(math.log10(max(n_bytes, 1)) // 3), 4)
+    return f"{n_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def trial_step(run: TrainingRun) -> float:
+    """Seconds of one forward and backward pass whose gradients are thrown away; steers nothing."""
+    x, y = run.microbatches(run.step + 1)[0]
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    for _ in range(2):  # the first one also pays for fresh memory
+        start = time.perf_counter()
+        with autocast(run.device, run.dtype):
+            loss, _ = run.model.loss(x, y)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        loss.item()
+    return (time.perf_counter() - start) * run.config.trainer.accumulation
+
+
+def conclude(run: TrainingRun) -> None:
+    """Samples, a readable summary, and the command that evaluates the run."""
+    say, trainer = run.say, run.config.trainer
+    tokenizer = run.data.tokenizer
+    if trainer.samples:
+        length = min(trainer.sample_tokens, run.config.model.n_ctx - 1)
+        try:
+            rows = generate(
+                run.whole_model(), [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
+            )
+        except Exception as error:  # such as logits that are not finite: the results stand all the same
+            say(f"warning: no samples ({type(error).__name__}: {error})")
+            rows = []
+        texts = [tokenizer.decode(row) for row in rows]
+        if dist.leads():
+            try:
+                write_text(run.directory / "samples.txt", "\n<|endoftext|>\n".join(texts) + "\n")
+            except OSError as error:
+                say(f"warning: {run.directory / 'samples.txt'} cannot be written: {error.strerror}")
+        for number, text in enumerate(texts, 1):
+            say(f"sample {number}: {' '.join(text.split())}")
+    best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""
+    loss = math.nan if run.val_loss is None else run.val_loss
+    say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
+    drift = run.last_probe.get("scale/drift")
+    if drift is not None:
+        say(
+            f"  residual scale {run.last_probe['scale/final_rms_mean']:.3g}, {run.level:.3g} at k_warmup "
+            f"(drift {drift:+.2f}, the log of their ratio); logit norm {run.last_probe['logits/norm_mean']:.4g}; "
+            f"gate {run.gate:.4g}; {run.tokens:,} tokens in {clock(run.seconds)}"
+        )
+    closed, end = run.closed_mismatch, worst_mismatch(run.last_probe)
+    if closed is not None and end is not None:
+        say(f"  calib/mismatch, the worst ln(c r) of a tapered norm: {closed:.2f} at gate 0, {end:.2f} at the end")
+    if run.config.report and (run.directory / REPORT_FILE).exists():
+        say(f"charts: {run.directory / REPORT_FILE}")
+    say("to evaluate it:")
+    say(evaluate_command(run.directory))
+
+
+def evaluate_command(directory: Path) -> str:
+    """The shell command that evaluates a run, from the current directory."""
+    script = os.path.relpath(Path(__file__).resolve().parents[2] / "evaluate.py")
+    value = str(directory)
+    if not re.fullmatch(r"[\w./+-]+", value, flags=re.ASCII):  # Hydra's grammar wants quotes of its own
+        value = "'" + value.replace("'", "\\'") + "'"
+    return f"python {shlex.quote(script)} {shlex.quote(f'checkpoint={value}')}"
