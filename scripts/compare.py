@@ -23,9 +23,9 @@ from typing import Any
 import yaml
 
 from tapernorm.cli import errors as faults
-from tapernorm.cli.run import OWN, show, within
 from tapernorm.config.schema import ConfigError, leaves
-from tapernorm.training.tracking import METRICS, read_metrics
+from tapernorm.runtime.record import METRICS, read_metrics
+from tapernorm.runtime.saved import OWN, show, within
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSSES = ("train/loss", "val/loss")

@@ -18,7 +18,7 @@ from typing import Any
 
 from tapernorm.cli import errors as faults
 from tapernorm.config.options import TrackingConfig
-from tapernorm.training.tracking import METRICS
+from tapernorm.runtime.record import METRICS
 
 INSTALL = "pip install -c constraints.txt -e '.[dashboard]'"
 X = "trainer/tokens"

@@ -18,7 +18,9 @@ from tapernorm import training
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
+from tapernorm.cli.resume import claim
 from tapernorm.config.options import Config, build, resolve
+from tapernorm.runtime.log import _lock, in_use, open_log
 
 ROOT = cli.CONFIGS.parent
 
@@ -174,7 +176,7 @@ def test_P02_starts_in_the_same_second_get_directories_of_their_own(tmp_path):
 
     def start() -> None:
         barrier.wait()
-        claimed.append(run.claim(config))
+        claimed.append(claim(config))
 
     threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:
@@ -196,16 +198,16 @@ def test_P02_an_occupied_run_dir_is_refused(launch):
 def test_who_only_asks_whether_a_run_is_in_use_does_not_stop_it(tmp_path, monkeypatch):
     (tmp_path / "run.log").touch()
     with (tmp_path / "run.log").open("r+") as asking:
-        assert run._lock(asking.fileno())
+        assert _lock(asking.fileno())
         monkeypatch.setattr(run.time, "sleep", lambda seconds: fcntl.flock(asking, fcntl.LOCK_UN))
-        with run.open_log(tmp_path):
-            assert run.in_use(tmp_path)
-    assert not run.in_use(tmp_path)
+        with open_log(tmp_path):
+            assert in_use(tmp_path)
+    assert not in_use(tmp_path)
 
 
 def test_a_run_in_use_is_left_alone(launch, trainer):
     assert launch("run_dir=mine", "trainer.max_steps=30")[0] == 0
-    with run.open_log(Path("mine")):
+    with open_log(Path("mine")):
         status, _, err = launch("resume=mine", "trainer.max_steps=40")
     assert status == 2 and "in use by another process" in err
     assert read_summary(Path("mine"))["status"] == "finished"

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tapernorm.cli import main as cli
-from tapernorm.cli import run as saved_runs
+from tapernorm.cli.resume import changes
 from tapernorm.config.options import (
     Config,
     DatasetConfig,
@@ -24,6 +24,7 @@ from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, all_keys, leaves, to_dict, validate, write_yaml
 from tapernorm.config.sites import all_sites, select_sites
 from tapernorm.method.gate import GateSchedule
+from tapernorm.runtime.saved import load_run, match_key
 
 CHOICES = sorted(
     (group.name, str(file.relative_to(group).with_suffix("")))
@@ -367,14 +368,14 @@ def test_P58_a_key_that_an_older_run_lacks_has_its_default(tmp_path):
     del old["optim"]["multipliers"], old["calibration"]["level"], old["model"]["embed_std"]
     write_yaml(tmp_path / ".hydra" / "config.yaml", old)
     write_yaml(tmp_path / "config.yaml", old)
-    saved = saved_runs.load_run(tmp_path)
-    assert saved.resolved == new and saved_runs.match_key(saved.resolved) == saved_runs.match_key(new)
-    assert saved_runs.changes(saved, new, longer=False) == []
+    saved = load_run(tmp_path)
+    assert saved.resolved == new and match_key(saved.resolved) == match_key(new)
+    assert changes(saved, new, longer=False) == []
 
 
 def test_a_run_is_paired_with_the_baseline_of_its_own_level():
     keys = [
-        saved_runs.match_key(to_dict(resolve(build(composed(*overrides)), 2048)))
+        match_key(to_dict(resolve(build(composed(*overrides)), 2048)))
         for overrides in (["calibration.level=1.6"], ["norm=baseline", "calibration.level=1.6"], ["norm=baseline"])
     ]
     assert keys[0] == keys[1] != keys[2]

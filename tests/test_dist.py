@@ -22,9 +22,9 @@ import torch.distributed
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.runtime import dist
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import train
-from tapernorm.training.tracking import read_metrics
 from tests.conftest import GPT2, merge
 
 pytestmark = [

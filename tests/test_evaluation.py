@@ -25,8 +25,8 @@ from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, validate
 from tapernorm.model.decoder import build_model
 from tapernorm.model.generate import generate
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
-from tapernorm.training.tracking import read_metrics
 from tests.test_training import run
 
 

@@ -20,10 +20,10 @@ from tapernorm.data.prepare import Prepared, prepare
 from tapernorm.interop.export import export
 from tapernorm.model.decoder import build_model
 from tapernorm.model.generate import generate
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
 from tapernorm.training.loop import train
-from tapernorm.training.tracking import read_metrics
 from tests.conftest import SHARED
 
 transformers = pytest.importorskip("transformers")

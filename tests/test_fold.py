@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tapernorm.analysis.evaluate import evaluate_checkpoint
-from tapernorm.cli.run import check_keys, run_single
+from tapernorm.cli.resume import check_keys
+from tapernorm.cli.run import run_single
 from tapernorm.config.options import Config, build, resolve
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict

@@ -23,8 +23,8 @@ from tapernorm.data.prepare import prepare
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import build_model
 from tapernorm.model.fold import fold
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training.loop import train
-from tapernorm.training.tracking import read_metrics
 from tests.conftest import NORMS, TINY, merge
 
 

@@ -20,8 +20,8 @@ from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model
 from tapernorm.model.hf import is_hub_form, to_gpt2, to_stock
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import pretrained
-from tapernorm.training.tracking import read_metrics
 from tests.conftest import GPT2
 from tests.test_gpt2 import gpt2_of
 from tests.test_training import run

@@ -22,9 +22,11 @@ from tapernorm.analysis import report
 from tapernorm.analysis.report import charts, compare, page, runs
 from tapernorm.analysis.report.compare import Comparison
 from tapernorm.cli import run, sweep
+from tapernorm.cli.resume import Start
 from tapernorm.config.options import Config, build, resolve
 from tapernorm.config.schema import to_dict, write_yaml
-from tapernorm.training.tracking import METRICS, Tracker
+from tapernorm.runtime.record import METRICS, write_summary
+from tapernorm.training.tracking import Tracker
 from tests.conftest import NORMS, TINY, merge
 
 REPO = Path(__file__).parents[1]
@@ -104,7 +106,7 @@ def make(
     if status:
         finished = {"val_loss": loss, "tokens": 3072} if status == "finished" else {}
         error = "the loss is not finite" if status == "diverged" else None
-        run.write_summary(directory, {"status": status, "error": error, **finished})
+        write_summary(directory, {"status": status, "error": error, **finished})
     return directory
 
 
@@ -483,7 +485,7 @@ def test_a_run_writes_its_page_quickly_unless_told_not_to(
     for name, wanted in (("with", True), ("without", False)):
         tree = to_dict(config) | {"report": wanted}
         (tmp_path / name).mkdir()
-        summary = run.execute(run.Start(resolve(build(tree)), tree, tmp_path / name), overrides=[])
+        summary = run.execute(Start(resolve(build(tree)), tree, tmp_path / name), overrides=[])
         assert summary["status"] == "finished"
         assert (tmp_path / name / "report.html").exists() == wanted
         assert (summary.get("verdict") in runs.VERDICTS.values()) == wanted
@@ -505,7 +507,7 @@ def test_a_finished_run_that_could_not_be_made_longer_is_still_shown_as_finished
     directory = make(tmp_path / "run")
     tree = merge(TINY, {"norm": NORMS["baseline"], "report": True})
     monkeypatch.setattr(run, "_outcome", fail)
-    summary = run.execute(run.Start(resolve(build(tree)), tree, directory), overrides=[])
+    summary = run.execute(Start(resolve(build(tree)), tree, directory), overrides=[])
     assert (summary["status"], runs.read(directory).status) == ("failed", "finished")
     assert '"status":"finished"' in (directory / "report.html").read_text()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tapernorm.training.tracking import METRICS
+from tapernorm.runtime.record import METRICS
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

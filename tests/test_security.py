@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
-from tapernorm.cli.run import load_run
 from tapernorm.config.options import Config, build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.data.prepare import prepare
 from tapernorm.data.tokenizer import build_tokenizer
 from tapernorm.model.hf import open_pretrained
+from tapernorm.runtime.saved import load_run
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import train
 from tests.conftest import TINY, merge

@@ -17,6 +17,7 @@ from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
 from tapernorm.config.options import resolve
+from tapernorm.runtime.record import load_summary, write_summary
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 
 # ruff: noqa: F811
@@ -228,7 +229,7 @@ def test_the_table_has_mismatch_and_best_temperature_where_the_summaries_do(laun
     for name, mismatch in (("baseline", None), ("all_taper", {"gate_0": 0.06, "end": 0.1})):
         directory = found.directory / f"norm-{name}"
         measured = {"mismatch": mismatch, "val_loss_best_temperature": 2.9, "drift": -0.2}
-        run.write_summary(directory, run.load_summary(directory) | measured)
+        write_summary(directory, load_summary(directory) | measured)
     rows = {row["norm"]: [row[key] for key in new] for row in sweep.rows_of(found)}
     assert rows == {"baseline": [2.9, -0.2, None, None], "all_taper": [2.9, -0.2, 0.06, 0.1]}
 

@@ -26,7 +26,9 @@ import yaml
 
 from tapernorm.config.options import TrackingConfig
 from tapernorm.config.schema import ConfigError
-from tapernorm.training.tracking import METRICS, METRICS_FILE, Mirror, Progress, Tracker, read_metrics
+from tapernorm.runtime.progress import Progress
+from tapernorm.runtime.record import METRICS, METRICS_FILE, read_metrics
+from tapernorm.training.tracking import Mirror, Tracker
 
 REPO = Path(__file__).parents[1]
 DISABLED = TrackingConfig(wandb="disabled")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import Divergence, train
-from tapernorm.training.tracking import read_metrics
 
 EVERY_STEP = {"log_interval": 1, "save_interval": 1, "keep_last": 1000}
 ANCHORS = ("none", "fixed_target", "mean_log")

@@ -35,9 +35,10 @@ from tapernorm.model.hf import is_hub_form
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast as autocast_on
 from tapernorm.runtime.device import keep_freed_memory, pick_device, pick_dtype
+from tapernorm.runtime.progress import Progress
+from tapernorm.runtime.record import finite
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
-from tapernorm.training.tracking import Progress, finite
 
 CERTIFICATE_TOKENS = 2048  # enough to meet large logits; three precisions, two models, logits in float64
 USUAL_SAMPLES = 3

@@ -46,8 +46,8 @@ from tapernorm.model.generate import generate
 from tapernorm.model.hf import to_stock
 from tapernorm.model.lean import lean
 from tapernorm.runtime.device import keep_freed_memory, pick_device
+from tapernorm.runtime.progress import clock
 from tapernorm.training import checkpoint as checkpoints
-from tapernorm.training.tracking import clock
 
 N_VOCAB = 10_000  # of random weights whose model.vocab_size is null: the size that the method was published with
 CEILING = "no_norms"

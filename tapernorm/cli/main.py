@@ -31,6 +31,7 @@ from tapernorm.config.options import Config, DatasetConfig, NormConfig
 from tapernorm.config.programs import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
 from tapernorm.config.schema import ConfigError, all_keys, fields_of, leaves, to_dict, validate
 from tapernorm.runtime import dist
+from tapernorm.runtime.signals import stopped_by_signals
 
 CONFIGS = faults.CONFIGS
 
@@ -103,7 +104,7 @@ def launch(
         with (
             faults.in_one_line(schema),
             env_override({"HYDRA_FULL_ERROR": "1"}),
-            run.stopped_by_signals(),
+            stopped_by_signals(),
         ):
             if schema is Config:
                 dist.start()

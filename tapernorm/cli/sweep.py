@@ -31,14 +31,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from tapernorm.analysis.table import print_table
 from tapernorm.cli import errors as faults
 from tapernorm.cli import run
+from tapernorm.cli.resume import Start, changes, check_keys, claim_directory, go_on, safe_name
 from tapernorm.config.options import build, resolve
 from tapernorm.config.schema import ConfigError
-from tapernorm.training.tracking import clock
+from tapernorm.runtime.log import InUse, append_log, in_use
+from tapernorm.runtime.progress import clock
+from tapernorm.runtime.record import Tree, load_summary, write_summary
+from tapernorm.runtime.saved import DONE, OWN, Saved, is_baseline, load_run, match_key, within
+from tapernorm.runtime.signals import Stopped, stop_at_once
 
 LONGEST_NAME = 100
 FAILED = ".failed"  # in a sweep's directory: a job has failed, and with sweep.fail_fast no other one starts
 # Not part of a job's identity: they say where and how it runs.
-UNNAMED = (*run.OWN, "tracking", "cache_dir", "report", "trainer.device", "trainer.progress")
+UNNAMED = (*OWN, "tracking", "cache_dir", "report", "trainer.device", "trainer.progress")
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
 
 def identity(overrides: Sequence[str]) -> list[str]:
     """The overrides that tell one job from another."""
-    return [item for item in overrides if not run.within(_key(item), UNNAMED)]
+    return [item for item in overrides if not within(_key(item), UNNAMED)]
 
 
 def job_name(overrides: Sequence[str], swept: Collection[str] = ()) -> str:
@@ -91,7 +96,7 @@ def _key(override: str) -> str:
 
 
 def _joined(items: Sequence[str]) -> str:
-    return run.safe_name("_".join(item.replace("=", "-", 1) for item in items))
+    return safe_name("_".join(item.replace("=", "-", 1) for item in items))
 
 
 def sweep_name(overrides: Sequence[str]) -> str:
@@ -146,7 +151,7 @@ def start(config: DictConfig) -> Sweep:
     params = config.hydra.sweeper.get("params") or {}
     arguments = [*(f"{key}={value}" for key, value in params.items()), *as_typed(config.hydra.overrides.task)]
     name = str(config.sweep.name or sweep_name(arguments))
-    if run.safe_name(name) != name:
+    if safe_name(name) != name:
         raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")
     swept = _swept(arguments)
     # ++, as a configuration that an older version saved, and that is swept over now, lacks the key.
@@ -197,7 +202,7 @@ def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> 
     return len(names) < len(rows)
 
 
-def state(directory: Path, composed: run.Tree) -> str:
+def state(directory: Path, composed: Tree) -> str:
     """What a job's directory tells of it: new, running, finished, interrupted or failed at step k of n."""
     if not (directory / ".hydra").exists():
         try:
@@ -205,10 +210,10 @@ def state(directory: Path, composed: run.Tree) -> str:
         except ConfigError as error:
             return f"new, but will fail: {error}"
         return "new"
-    if run.in_use(directory):
+    if in_use(directory):
         return "running"
-    summary = run.load_summary(directory) or {"status": "interrupted"}
-    if summary["status"] in run.DONE:
+    summary = load_summary(directory) or {"status": "interrupted"}
+    if summary["status"] in DONE:
         return summary["status"]
     text = f"{summary['status']} at step {_last_saved(directory)} of {composed['trainer']['max_steps']}"
     return f"{text}: {summary['error']}" if summary.get("error") else text
@@ -246,7 +251,7 @@ def _split(arguments: Sequence[str]) -> list[list[str]]:
 
 def _compose(
     config: DictConfig, overrides: Sequence[str], directory: Path, names: Mapping[str, int]
-) -> tuple[str, run.Tree]:
+) -> tuple[str, Tree]:
     """Name and configuration of a job. `names` are those of the jobs before it, with their numbers.
 
     Raises one of faults.COMPOSITION_ERRORS for faults of composition, unknown keys, missing values and changed
@@ -258,27 +263,27 @@ def _compose(
     with read_write(tree), open_dict(tree):
         del tree["hydra"]
     composed = absolute_paths(plain(tree), Path.cwd())
-    run.check_keys(composed)
+    check_keys(composed)
     name = job_name(overrides, config.sweep.swept)
     if name in names:
         raise ConfigError(f"the same settings as job {names[name]}")
     if saved := _saved(directory / name):
-        run.changes(saved, composed, longer=False)  # refuses changed settings
+        changes(saved, composed, longer=False)  # refuses changed settings
     return name, composed
 
 
-def _saved(directory: Path) -> run.Saved | None:
+def _saved(directory: Path) -> Saved | None:
     """The job that an earlier start left in its directory, if it left more than a failure to begin."""
     if not (directory / ".hydra" / "config.yaml").exists():
         return None
-    saved = run.load_run(directory)
+    saved = load_run(directory)
     return saved if saved.worth_keeping else None
 
 
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run.Tree:
+def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
     """One job of a sweep. Its status goes to its files: whatever fails in it must not stop the launcher."""
     name = job_name(overrides, composed["sweep"]["swept"])
     sweep = Path(composed["runs_dir"]) / "sweeps" / str(composed["sweep"]["name"])
@@ -292,7 +297,7 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
     composed = {**composed, "run_dir": None, "resume": None}
     try:
         job = _start(composed, directory)
-        if isinstance(job, run.Saved):
+        if isinstance(job, Saved):
             _say(f"[job {number}] {job.status} before; skipped")
             return job.summary or {}
         began = time.monotonic()
@@ -300,19 +305,19 @@ def run_job(composed: run.Tree, *, overrides: Sequence[str], number: int) -> run
             summary = run.execute(job, overrides=overrides)
         if started is not None:
             started.took.append(time.monotonic() - began)
-    except run.InUse as error:
+    except InUse as error:
         _say(f"[job {number}] {error}; skipped")
         return {}
-    except run.Stopped as stop:
+    except Stopped as stop:
         _hand_over(stop.signal)
         raise
     except Exception as error:  # a value out of its range, data that cannot be prepared, a full disk
         with suppress(ConfigError):  # where nothing can be written, the line below has to do
-            run.claim_directory(directory)
-        run.append_log(directory, f"{traceback.format_exc()}error: {run.in_words(error)}")
+            claim_directory(directory)
+        append_log(directory, f"{traceback.format_exc()}error: {run.in_words(error)}")
         summary = run.failed_summary(composed, error)
         if _saved(directory) is None:  # results that are there stay
-            run.write_summary(directory, summary)
+            write_summary(directory, summary)
     if summary["status"] != "finished":
         _say(f"[job {number}] {summary['status']}: {summary['error']}")
     if fail_fast and is_failure(summary, composed["norm"].get("kind")):
@@ -326,7 +331,7 @@ def _outlook(number: int) -> str:
     if started is None or not started.took:
         return ""
     names = started.jobs[number:]
-    left = sum(_read(started.directory / name)[0]["status"] not in run.DONE for name in names)
+    left = sum(_read(started.directory / name)[0]["status"] not in DONE for name in names)
     return f"  ({left} of {len(started.jobs)} left, about {clock(left * sum(started.took) / len(started.took))})"
 
 
@@ -365,19 +370,19 @@ def _say(text: str) -> None:
 def _hand_over(number: int) -> None:
     """Now that the job is saved, let the handler that was there before act: submitit's has the scheduler requeue it."""
     handler = signal.getsignal(number)
-    if callable(handler) and handler not in (signal.default_int_handler, run.stop_at_once):
+    if callable(handler) and handler not in (signal.default_int_handler, stop_at_once):
         signal.raise_signal(number)
 
 
-def _start(composed: run.Tree, directory: Path) -> run.Start | run.Saved:
+def _start(composed: Tree, directory: Path) -> Start | Saved:
     config = resolve(build(composed))
     if saved := _saved(directory):
-        return run.go_on(saved, composed, longer=False)
-    run.claim_directory(directory)
-    return run.Start(config, composed, directory)
+        return go_on(saved, composed, longer=False)
+    claim_directory(directory)
+    return Start(config, composed, directory)
 
 
-def is_failure(summary: run.Tree, kind: str | None) -> bool:
+def is_failure(summary: Tree, kind: str | None) -> bool:
     status = summary["status"]
     return status not in ("finished", "diverged") or (status == "diverged" and kind not in run.MAY_DIVERGE)
 
@@ -429,19 +434,19 @@ FORMATS = dict.fromkeys(("val loss", "loss T*"), "{:.4f}") | dict.fromkeys(("gap
 FORMATS |= {"mismatch": "{:.2f}", "at end": "{:.2f}", "seconds": "{:.1f}"}
 
 
-def rows_of(sweep: Sweep) -> list[run.Tree]:
+def rows_of(sweep: Sweep) -> list[Tree]:
     """One row per job. The gap is to the baseline without an anchor that shares every other setting and the seed."""
     folders = sorted(path.parent.parent.name for path in sweep.directory.glob("*/.hydra/config.yaml"))
     losses: dict[str, float] = {}
-    rows: list[run.Tree] = []
+    rows: list[Tree] = []
     for name in dict.fromkeys([*sweep.jobs, *folders]):
         summary, config = _read(sweep.directory / name)
-        match = run.match_key(config)
+        match = match_key(config)
         loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
         mismatch = summary.get("mismatch") or {}
         if summary.get("status") != "finished":
             loss = None  # of a diverged run, a number that means nothing beside the others
-        if loss is not None and run.is_baseline(config):
+        if loss is not None and is_baseline(config):
             losses[match] = loss
         rows.append(
             {
@@ -462,16 +467,16 @@ def rows_of(sweep: Sweep) -> list[run.Tree]:
     return rows
 
 
-def _read(directory: Path) -> tuple[run.Tree, run.Tree]:
+def _read(directory: Path) -> tuple[Tree, Tree]:
     """(summary, resolved configuration) of a job's directory, as far as there is one."""
     try:
-        saved = run.load_run(directory)
+        saved = load_run(directory)
     except ConfigError:  # never started, or its configuration could not be built
         file = directory / "summary.json"
         return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
     resolved = saved.resolved
     begun = {  # it runs, or was killed
-        "status": "running" if run.in_use(directory) else "interrupted",
+        "status": "running" if in_use(directory) else "interrupted",
         "norm": resolved["norm"]["name"],
         "anchor": resolved["anchor"]["kind"],
         "seed": resolved["seed"],

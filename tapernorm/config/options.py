@@ -325,8 +325,12 @@ class MultipliersConfig:
     embed: Annotated[float | None, Field(gt=0)] = meaning(
         "embeddings, a tied head with them; null: 1, or share^-1.5 where optim.lr is null", None
     )
-    writers: Annotated[float, Field(gt=0)] = meaning("projections that write to the residual stream", 1.0)
-    readers: Annotated[float, Field(gt=0)] = meaning("projections that read it, an untied head among them", 1.0)
+    writers: Annotated[float | None, Field(gt=0)] = meaning(
+        "projections that write to the residual stream; null: 1, or share where optim.lr is null", None
+    )
+    readers: Annotated[float | None, Field(gt=0)] = meaning(
+        "projections that read it, an untied head among them; null: as writers", None
+    )
     gains: Annotated[float, Field(gt=0)] = meaning("gains and biases of the norms in the blocks", 1.0)
     final_gain: Annotated[float, Field(gt=0)] = meaning("gain and bias of the final norm", 1.0)
     after_step: NonNegativeInt = meaning("last step that they leave alone", 0)
@@ -541,7 +545,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
     """
     model, trainer, multipliers = config.model, config.trainer, config.optim.multipliers
     horizons = resolve_horizons(config)
-    # In a short run the gate closes while the matrices are hardly larger than they started: see docs/log.md.
+    # In a short run the gate closes while a step is a large part of a matrix: see docs/log.md.
     share = 1.0 if config.optim.lr else min(1.0, math.sqrt(trainer.max_steps / 240))
     if vocab_size is not None and model.vocab_size not in (None, vocab_size):
         raise ConfigError(
@@ -573,7 +577,12 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         optim=replace(
             config.optim,
             lr=config.optim.lr or share * 0.04 / math.sqrt(model.d_model),
-            multipliers=replace(multipliers, embed=multipliers.embed or share**-1.5),
+            multipliers=replace(
+                multipliers,
+                embed=multipliers.embed or share**-1.5,
+                writers=multipliers.writers or share,
+                readers=multipliers.readers or share,
+            ),
             warmup_steps=horizons["warmup_steps"],
             decay_steps=horizons["decay_steps"],
         ),

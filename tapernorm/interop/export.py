@@ -38,8 +38,8 @@ from tapernorm.method.norms import is_table
 from tapernorm.model.decoder import Decoder
 from tapernorm.model.fold import certificate, describe, fold, readers, refuse_open_gates
 from tapernorm.model.hf import HUGE_EPSILON, family_of, open_pretrained, save_stock, to_stock
+from tapernorm.runtime.record import METRICS_FILE, finite, read_metrics
 from tapernorm.training import checkpoint as checkpoints
-from tapernorm.training.tracking import METRICS_FILE, finite, read_metrics
 
 TEMPLATES = Path(__file__).with_name("exported")
 Report = dict[str, Any]

@@ -16,9 +16,10 @@ from tapernorm.config.schema import write_text
 from tapernorm.model.generate import generate
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
+from tapernorm.runtime.progress import Progress, clock
+from tapernorm.runtime.record import REPORT_FILE
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.state import TrainingRun, worst_mismatch
-from tapernorm.training.tracking import REPORT_FILE, Progress, clock
 
 
 def introduce(run: TrainingRun) -> None:

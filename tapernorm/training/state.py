@@ -26,11 +26,13 @@ from tapernorm.method.gate import GateSchedule, Phase
 from tapernorm.model.decoder import Decoder, build_model
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast, pick_dtype
+from tapernorm.runtime.progress import Progress
+from tapernorm.runtime.record import finite, read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
 from tapernorm.training.dynamics import UpdateRatio, first_nonfinite, probe, radial_tokens
 from tapernorm.training.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate, rescale
-from tapernorm.training.tracking import NoTracker, Progress, Tracker, finite, read_metrics
+from tapernorm.training.tracking import NoTracker, Tracker
 
 # Plain attributes of a run that its checkpoints hold.
 COUNTERS = (

@@ -13,64 +13,17 @@ import os
 import queue
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
-
-from tqdm import tqdm
+from typing import Any
 
 from tapernorm.config.options import TrackingConfig
 from tapernorm.config.schema import ConfigError
-
-METRICS_FILE = "metrics.jsonl"
-REPORT_FILE = "report.html"
-
-# Every metric by name, with its meaning; docs/metrics.md has the formulas. <site> is a norm: 0.attn, 0.mlp, ..., final.
-METRICS: dict[str, str] = {
-    "trainer/step": "optimizer steps taken ('step' in metrics.jsonl)",
-    "trainer/tokens": "training tokens seen; the x axis, in every row",
-    "train/loss": "cross-entropy on the training batches since the previous row, nats per token; no anchor term",
-    "val/loss": "cross-entropy on the fixed validation tokens, nats per token",
-    "val/perplexity": "exp(val/loss)",
-    "val/best_temperature": "T* = argmin_T mean cross-entropy of z / T on the validation tokens",
-    "val/loss_best_temperature": "the loss there, nats per token",
-    "anchor/loss": "the anchor's scale loss before its weight",
-    "anchor/weighted": "lambda times anchor/loss: what the anchor adds to the training objective",
-    "anchor/force": "the restoring force d(anchor/weighted) / d ln s, nats per e-fold; positive pulls the scale down",
-    "anchor/lambda": "the anchor's resolved weight lambda",
-    "gate/g": "the global gate that the step used: 1 normalized, 0 tapered",
-    "calib/c.<site>": "the calibrated constant that stands in for 1/r at this norm",
-    "calib/mismatch.<site>": "mean over tokens of ln(c r) at this norm: 0 where c stands in for 1/r",
-    "taper/gain_rms.<site>": "root mean square of the tapered branch's gain gamma_t",
-    "scale/rms.<site>": "mean scale of the residual stream at this norm's input",
-    "scale/rms_p99.<site>": "99th percentile over tokens of the same scale",
-    "scale/final_rms_mean": "mean scale s(h_L) of the residual stream before the final norm",
-    "scale/final_rms_p99": "99th percentile over tokens of s(h_L)",
-    "scale/drift": "ln of scale/final_rms_mean over its value at the end of the warmup, e-folds",
-    "scale/target": "s_tgt, the level of s(h_L) at the end of the warmup, where the anchor holds it",
-    "logits/norm_mean": "mean over tokens of the logit vector's l2 norm",
-    "logits/abs_max": "largest absolute logit",
-    "logits/std": "mean over tokens of the standard deviation over the vocabulary",
-    "radial/mean": "radial gradient <dl/dh_L, h_L> on the probe batch, nats per e-fold of scale",
-    "radial/train_mean": "radial gradient on the training batches since the previous row, nats per e-fold of scale",
-    "radial/theory": "E_p[z] - z_y from the logits alone: the radial gradient if no final norm were there",
-    "radial/fraction": "share of the squared gradient at h_L that points along h_L",
-    "radial/bound_ok": "share of the tokens with positive margin that satisfy the margin bound; null without any",
-    "grad/norm": "l2 norm of the gradient of all parameters, before clipping",
-    "grad/final_hidden_norm": "mean over tokens of the l2 norm of dl/dh_L",
-    "update/ratio": "l2 norm of the step's weight change over the l2 norm of the weights",
-    "probe/loss": "cross-entropy on the probe batch, nats per token",
-    "probe/entropy": "mean entropy of the predicted distributions, nats",
-    "probe/accuracy": "share of probe tokens whose most likely prediction is right",
-    "throughput/tokens_per_s": "training tokens per second, without probes, validation and saving",
-    "optim/lr": "learning rate that the step used",
-    "nonfinite/count": "NaN and infinite values logged so far; absent while there are none",
-}
+from tapernorm.runtime.record import METRICS, METRICS_FILE, REPORT_FILE, _encode, _keep_until, _number
 
 QUIET: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}  # of wandb.Settings
 # What W&B's summary keeps of a metric where that is not its last value.
@@ -453,167 +406,5 @@ def _define_metrics(run: Any) -> None:
             run.define_metric(name, step_metric="trainer/tokens", summary=SUMMARIES.get(name))
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, one per step, ascending; metrics of the same step are merged.
-
-    A torn last line, which a killed process leaves, is dropped. Raises ConfigError if there is no such file or
-    another line is damaged.
-    """
-    path = directory / METRICS_FILE
-    if not path.is_file():
-        raise ConfigError(f"{directory} has no {METRICS_FILE}: it is not a run's directory")
-    merged: dict[int, dict[str, Any]] = {}
-    for row in _parse(path):
-        merged.setdefault(row["step"], {}).update(row)
-    return [merged[step] for step in sorted(merged)]
-
-
-def _parse(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            int(row["step"])
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                break
-            raise ConfigError(f"{path}, line {number} is damaged: delete the line to go on") from None
-        rows.append(row)
-    return rows
-
-
-def _keep_until(path: Path, step: int | None, last: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Drop a torn last line and the rows after `step` (None: no limit); return the last row kept, {} if none.
-
-    `last` is a row that was there once; it comes back if it is lost.
-    """
-    rows = [row for row in _parse(path) if step is None or row["step"] <= step] if path.is_file() else []
-    if last and (not rows or rows[-1]["step"] < last["step"]):
-        rows.append(last)
-    content = b"".join(map(_encode, rows))
-    if content != (path.read_bytes() if path.is_file() else b""):
-        temporary = path.with_suffix(".tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    return rows[-1] if rows else {}
-
-
-def _encode(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-def _number(name: str, value: Any) -> int | float | None:
-    if hasattr(value, "item"):  # a tensor or numpy scalar
-        value = value.item()
-    if value is None or isinstance(value, float):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    raise TypeError(f"metric {name} is a {type(value).__name__}, not a number")
-
-
-def finite(data: Any) -> Any:
-    """Plain nested data with NaN and infinities as None: what strict JSON can hold."""
-    if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
-class Progress:
-    """A progress bar on a terminal, plain lines elsewhere; times and rates are of this process alone.
-
-    A line: `step 120/600  20 %  loss 3.412  gate 0.87 tapering  15.2k tokens/s  ETA 1:23`. Lines come for the first
-    and the last step and at most every `LINE_SECONDS` between them. `done` is the step that a resumed run starts
-    after, `unit` what is counted; what is over within `delay` seconds shows nothing. loss None repeats the newest known
-    loss, so the caller need not fetch it from the device at each step.
-    """
-
-    LINE_SECONDS = 5.0
-
-    def __init__(
-        self,
-        total: int,
-        done: int = 0,
-        mode: Literal["auto", "bar", "lines", "none"] = "auto",
-        stream: TextIO | None = None,
-        unit: str = "step",
-        delay: float = 0.0,
-    ) -> None:
-        self.total, self.done, self.unit, self.delay = total, done, unit, delay
-        self.stream = stream or sys.stderr  # looked up now: it may have been redirected since the import
-        if mode == "auto":
-            mode = "bar" if self.stream.isatty() else "lines"
-        self.mode = mode
-        self._loss: float | None = None
-        self._start = time.monotonic()
-        self._printed = -math.inf
-        self._pending: str | None = None  # the newest line, not yet printed
-        self._bar: Any = None
-        if mode == "bar":
-            self._bar = tqdm(total=total, initial=done, file=self.stream, unit=unit, delay=delay, dynamic_ncols=True)
-
-    def update(
-        self, step: int, *, loss: float | None, tokens_per_s: float, gate: float | None = None, phase: str = ""
-    ) -> None:
-        """Show that `step` is done. loss in nats per token; gate None where there is none to show."""
-        self._loss = self._loss if loss is None else loss
-        if self.mode == "none":
-            return
-        parts = [] if self._loss is None else [f"loss {self._loss:.3f}"]
-        if gate is not None:
-            parts.append(f"gate {gate:.2f} {phase}")
-        if tokens_per_s:
-            parts.append(f"{tqdm.format_sizeof(tokens_per_s)} tokens/s")
-        if self._bar is not None:
-            with suppress(OSError):  # the terminal has gone; the run goes on
-                self._bar.set_postfix_str("  ".join(parts), refresh=False)
-                self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if now - self._start < self.delay:
-            return
-        left = (self.total - step) * (now - self._start) / max(step - self.done, 1)
-        parts = [f"{self.unit} {step}/{self.total}", f"{100 * step / self.total:.0f} %", *parts]
-        self._pending = "  ".join([*parts, f"ETA {clock(left)}"])
-        if step >= self.total or now - self._printed >= self.LINE_SECONDS:
-            self._printed = now
-            self._flush_line()
-
-    def say(self, line: str, printer: Callable[[str], None] = print) -> None:
-        """Hand a line to what prints it, with the bar out of its way."""
-        with tqdm.external_write_mode(file=sys.stdout) if self._bar is not None else nullcontext():
-            printer(line)
-
-    def close(self) -> None:
-        """Print the last line, or leave the bar as it is."""
-        self._flush_line()
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.close()
-
-    def _flush_line(self) -> None:
-        if self._pending is not None:
-            with suppress(OSError):  # whoever read along has gone
-                print(self._pending, file=self.stream, flush=True)
-        self._pending = None
-
-
-def clock(seconds: float) -> str:
-    """1:23 or 2:03:04."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -13,7 +13,7 @@ from tapernorm.analysis.report.compare import BEST_LOSS, Comparison, compare_run
 from tapernorm.analysis.report.page import markdown, render
 from tapernorm.analysis.report.runs import VERDICTS, discover, read
 from tapernorm.config.schema import write_text
-from tapernorm.training.tracking import METRICS_FILE, REPORT_FILE
+from tapernorm.runtime.record import METRICS_FILE, REPORT_FILE
 
 __all__ = ["last_change", "verdict", "write_page", "write_report"]
 

@@ -21,9 +21,9 @@ from tapernorm.analysis.intervals import (
     paired_percent,
 )
 from tapernorm.analysis.report.runs import GROWTH, LEVER, VERDICTS, Run, silence
-from tapernorm.cli import run as saved_runs
 from tapernorm.config.schema import leaves
-from tapernorm.training.tracking import clock
+from tapernorm.runtime.progress import clock
+from tapernorm.runtime.saved import ADJUSTABLE, OWN, show, within
 
 LISTED = 3  # modes that a headline names
 UNDECIDED = "not distinguishable"
@@ -432,9 +432,9 @@ def runs_table(comparison: Comparison) -> Table:
 
 def differences_table(comparison: Comparison) -> Table:
     """Settings that are not the same in all modes; one row per mode, its seeds' values together."""
-    hidden = (*saved_runs.OWN, "tracking", "cache_dir", "report", "seed")
+    hidden = (*OWN, "tracking", "cache_dir", "report", "seed")
     settings = [
-        [{k: v for k, v in leaves(run.resolved) if not saved_runs.within(k, hidden)} for run in mode.runs]
+        [{k: v for k, v in leaves(run.resolved) if not within(k, hidden)} for run in mode.runs]
         for mode in comparison.modes
     ]
     keys = dict.fromkeys(key for mode in settings for run in mode for key in run)
@@ -457,7 +457,7 @@ def differences_table(comparison: Comparison) -> Table:
 
 
 def _distinct(values: Sequence[Any]) -> str:
-    return "; ".join(dict.fromkeys(saved_runs.show(value) for value in values))
+    return "; ".join(dict.fromkeys(show(value) for value in values))
 
 
 def number(value: float | None, form: str) -> str:
@@ -491,8 +491,8 @@ def _mode_key(run: Run) -> str:
     """Everything but the seed and where and how the run happened."""
     if not run.resolved:
         return f"{run.norm} {run.anchor} {run.setting('model', 'name')}"
-    hidden = (*saved_runs.ADJUSTABLE, *saved_runs.OWN, "seed")
-    kept = {key: value for key, value in leaves(run.resolved) if not saved_runs.within(key, hidden)}
+    hidden = (*ADJUSTABLE, *OWN, "seed")
+    kept = {key: value for key, value in leaves(run.resolved) if not within(key, hidden)}
     return json.dumps(kept | {"model.init": _init(run)}, sort_keys=True)
 
 
@@ -505,7 +505,7 @@ def _size_labels(runs: Sequence[Run]) -> list[str]:
     """The model's name; with the data set's where there are several, and a number where that is not enough."""
     keys = []
     for run in runs:
-        parts = {key: value for key, value in leaves(run.resolved) if saved_runs.within(key, ("model", "dataset"))}
+        parts = {key: value for key, value in leaves(run.resolved) if within(key, ("model", "dataset"))}
         keys.append(json.dumps(parts | {"model.init": _init(run)}, sort_keys=True))
     names = [str(run.setting("model", "name") or "?") for run in runs]
     if len({run.setting("dataset", "name") for run in runs}) > 1:
@@ -532,13 +532,13 @@ def _mode_labels(runs: Sequence[Run], sizes: Sequence[str]) -> list[str]:
 
 def _telling(run: Run, alike: Sequence[Run]) -> list[str]:
     """`lr=0.005`: what was asked for and differs from runs with the same norm and anchor."""
-    hidden = (*saved_runs.ADJUSTABLE, *saved_runs.OWN, "seed", "model.init")
+    hidden = (*ADJUSTABLE, *OWN, "seed", "model.init")
     own, others = dict(leaves(run.resolved)), [dict(leaves(other.resolved)) for other in alike]
     asked = [dict(leaves(other.composed)) for other in alike]
     return [
-        f"{key.removeprefix('optim.').removeprefix('trainer.')}={saved_runs.show(value)}"
+        f"{key.removeprefix('optim.').removeprefix('trainer.')}={show(value)}"
         for key, value in own.items()
-        if not saved_runs.within(key, hidden)
+        if not within(key, hidden)
         and any(other.get(key) != value for other in others)
         # Values that derive from others are left out, unless nothing was asked for.
         and any(other.get(key) != asked[0].get(key) for other in asked)

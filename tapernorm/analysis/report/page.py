@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from tapernorm.analysis.report import charts
 from tapernorm.analysis.report.compare import RULE, Comparison, headline, state_of, tables, uncounted
-from tapernorm.training.tracking import finite
+from tapernorm.runtime.record import finite
 
 
 def render(comparison: Comparison, title: str, now: datetime) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from tapernorm.cli import run as saved_runs
 from tapernorm.config.options import GATED
 from tapernorm.config.schema import ConfigError
-from tapernorm.training.tracking import METRICS_FILE, read_metrics
+from tapernorm.runtime.record import METRICS_FILE, load_summary, read_metrics
+from tapernorm.runtime.saved import is_baseline, load_run, match_key
 
 Tree = dict[str, Any]
 Points = list[tuple[int, float | None]]  # (step, value); None where the value was not finite or not defined
@@ -83,11 +83,11 @@ class Run:
 
     @property
     def is_baseline(self) -> bool:
-        return saved_runs.is_baseline(self.resolved)
+        return is_baseline(self.resolved)
 
     @cached_property
     def match(self) -> str:
-        return saved_runs.match_key(self.resolved)
+        return match_key(self.resolved)
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -265,12 +265,12 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
     """
     error = None
     try:
-        saved = saved_runs.load_run(directory)
+        saved = load_run(directory)
         composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary or {}
     except ConfigError as fault:  # never started, or its configuration could not be built
         error, composed, resolved = str(fault), _yaml(directory / ".hydra" / "config.yaml"), {}
         try:
-            summary = summary or saved_runs.load_summary(directory) or {}
+            summary = summary or load_summary(directory) or {}
         except ValueError:
             summary = {}
     rows: list[Tree] = []
