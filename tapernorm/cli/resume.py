@@ -17,12 +17,13 @@ from tapernorm.config.schema import (
     all_keys,
     class_of,
     leaves,
+    read_yaml,
     to_dict,
     unknown_key,
 )
 from tapernorm.runtime.log import in_use
 from tapernorm.runtime.record import Tree
-from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, _saved_tree, load_run, show, within
+from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, show, within
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
     if not (checkpoint or directory).is_dir():
         raise ConfigError(f"resume={resume}: there is no such directory")
     tree = None
-    with suppress(OSError, ConfigError):  # what is unreadable is reported below
-        tree = _saved_tree((checkpoint or directory) / "config.yaml")
+    with suppress(ConfigError):  # what is unreadable is reported below
+        tree = read_yaml((checkpoint or directory) / "config.yaml")
     _refuse_folded(tree, f"resume={resume}")
     if run_dir and Path(run_dir) != directory:
         raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")
