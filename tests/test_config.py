@@ -11,16 +11,9 @@ from hydra import compose, initialize_config_dir
 
 from tapernorm.cli import main as cli
 from tapernorm.cli.resume import changes
-from tapernorm.config.options import (
-    Config,
-    DatasetConfig,
-    NormConfig,
-    TextDatasetConfig,
-    ToyDatasetConfig,
-    build,
-    resolve,
-)
+from tapernorm.config.options import Config, DatasetConfig, NormConfig, TextDatasetConfig, ToyDatasetConfig
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, all_keys, leaves, to_dict, validate, write_yaml
 from tapernorm.config.sites import all_sites, select_sites
 from tapernorm.method.gate import GateSchedule

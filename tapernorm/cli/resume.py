@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import (
     ConfigError,
     all_keys,

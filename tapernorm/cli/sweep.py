@@ -32,7 +32,7 @@ from tapernorm.analysis.table import print_table
 from tapernorm.cli import errors as faults
 from tapernorm.cli import run
 from tapernorm.cli.resume import Start, changes, check_keys, claim_directory, go_on, safe_name
-from tapernorm.config.options import build, resolve
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.log import InUse, append_log, in_use
 from tapernorm.runtime.progress import clock
