@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.options import build, resolve
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, leaves, read_yaml, to_dict
 from tapernorm.runtime.record import Tree, load_summary
 

@@ -77,7 +77,7 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool =
     """
     config = model.config
     if config.norm_eps is None:
-        raise ValueError("model.norm_eps is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     taps: dict[str, Tensor] = {}
     h = final_hidden(model, tokens, taps)
     losses, logits, gradient = readout_gradient(model, h, targets)
