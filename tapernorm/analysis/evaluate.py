@@ -23,7 +23,8 @@ from tapernorm.analysis.losses import Losses, document_of
 from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict
-from tapernorm.data.prepare import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
+from tapernorm.data.batches import n_windows, validation_windows
+from tapernorm.data.prepare import TokenFile, prepare, prepare_valid, reuse
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.model.decoder import Decoder
 from tapernorm.model.evaluate import at_best_temperature, token_losses
@@ -72,7 +73,7 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
             given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all([item], say) for item in given)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all(Path(item), say) for item in given)
     paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
     for path in paths:
         if is_hub_form(str(path)) and config.dataset is None and config.suite is None:

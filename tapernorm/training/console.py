@@ -19,7 +19,8 @@ from tapernorm.runtime.device import autocast
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
 from tapernorm.training import checkpoint as checkpoints
-from tapernorm.training.state import TrainingRun, worst_mismatch
+from tapernorm.training.dynamics import worst_mismatch
+from tapernorm.training.state import TrainingRun
 
 
 def introduce(run: TrainingRun) -> None:
