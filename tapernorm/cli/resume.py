@@ -20,9 +20,9 @@ from tapernorm.config.schema import (
     to_dict,
     unknown_key,
 )
-from tapernorm.runtime.log import in_use
-from tapernorm.runtime.record import Tree
-from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, _saved_tree, load_run, show, within
+from tapernorm.runtime.log import LOCK_FILE, in_use
+from tapernorm.runtime.record import METRICS_FILE, Tree
+from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, read_tree, show, within
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def claim_directory(directory: Path) -> bool:
 
 def _unclaim(directory: Path) -> None:
     """Take a directory away again in which only our own configuration files are."""
-    ours = {".hydra", "config.yaml", "data.json", "run.log", "summary.json"}
+    ours = {".hydra", "config.yaml", "data.json", METRICS_FILE, "run.log", LOCK_FILE, "summary.json"}
     if {path.name for path in directory.iterdir()} <= ours:
         for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
             if path.is_file():
@@ -137,7 +137,7 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
         raise ConfigError(f"resume={resume}: there is no such directory")
     tree = None
     with suppress(OSError, ConfigError):  # what is unreadable is reported below
-        tree = _saved_tree((checkpoint or directory) / "config.yaml")
+        tree = read_tree((checkpoint or directory) / "config.yaml")
     _refuse_folded(tree, f"resume={resume}")
     if run_dir and Path(run_dir) != directory:
         raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,6 +34,7 @@ from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import GateSchedule
 from tapernorm.model.decoder import Decoder
+from tapernorm.runtime.saved import read_tree
 
 FORMAT = 1
 # What readers of meta.json rely on; the rest of it is for people.
@@ -296,13 +296,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def read_config(path: Path) -> Config:
     """The resolved configuration in a run's or checkpoint's directory."""
-    try:
-        tree = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({error})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path / 'config.yaml'}: it holds no configuration")
-    return build(tree)
+    return build(read_tree(path / "config.yaml"))
 
 
 def read_training(path: Path) -> dict[str, Any]:

@@ -29,20 +29,19 @@ from tapernorm.runtime.record import METRICS, METRICS_FILE, REPORT_FILE, Metrics
 QUIET: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}  # of wandb.Settings
 # What W&B's summary keeps of a metric where that is not its last value.
 SUMMARIES = {"val/loss": "min", "val/perplexity": "min", "throughput/tokens_per_s": "mean"}
+Messages = queue.SimpleQueue[tuple[str, Any]]
 POLL_SECONDS = 0.5  # between two looks of the mirror at metrics.jsonl
 
 
 class Tracker:
     """Writes metrics to directory/metrics.jsonl and mirrors them to Weights & Biases; a context manager.
 
-    Each `log` appends a row, {"step": k, "trainer/tokens": ..., ...}, which has reached the operating system when it
-    returns; `flush` also survives a power cut. trainer/tokens is step times `tokens_per_step`, so that a resumed run
-    needs no counter. `resume_step` = k removes the rows of later steps, which are about to be trained again. `state`
-    is what `state()` returned before: it continues the same W&B run. `config` is the resolved configuration as a plain
-    nested dict. W&B keeps its files in directory/wandb, and gets directory/report.html if there is one at the end.
+    Each `log` appends a row with trainer/tokens, which is step times `tokens_per_step`. `resume_step` = k removes the
+    rows of later steps, which are about to be trained again. `state` is what `state()` returned before: it continues
+    the same W&B run. `config` is the resolved configuration as a plain nested dict. W&B keeps its files in
+    directory/wandb, and gets directory/report.html if there is one at the end.
 
-    Raises ConfigError if metrics.jsonl is damaged, and with tracking.strict if W&B cannot be reached; OSError, naming
-    the file, if it cannot be written, and the rows that were there before are there still.
+    Raises what MetricsFile raises, and ConfigError with tracking.strict if W&B cannot be reached.
     """
 
     START_SECONDS = 15.0  # to wait for W&B beyond its own limits
@@ -107,7 +106,7 @@ class Tracker:
         self._finished = True
         if self._mirror is not None:
             self._mirror.send("finish", {"status": status, **(summary or {})})
-            self._mirror.wait_for("end", self.FINISH_SECONDS)
+            self._mirror.hear("end", self.FINISH_SECONDS)
             files = self._directory / "wandb"
             if files.is_dir() and shutil.disk_usage(files).free <= 1 << 16:  # W&B tells nobody
                 self._mirror.problem = self._mirror.problem or "its disk is full"
@@ -133,31 +132,29 @@ class Tracker:
 
     def _hear_mirror(self) -> None:
         """Say what the mirror has to say; a problem ends it."""
-        if self._mirror is None:
-            return
-        self._mirror.hear()
-        if self._mirror.problem:
-            self._say(f"warning: W&B failed ({self._mirror.problem}); the run goes on with {METRICS_FILE} alone")
-            self._mirror.kill()
-            self._mirror = None
+        if self._mirror is not None:
+            self._mirror.hear()
+            if self._mirror.problem:
+                self._say(f"warning: W&B failed ({self._mirror.problem}); the run goes on with {METRICS_FILE} alone")
+                self._mirror.kill()
+                self._mirror = None
 
     def _start_mirror(self, config: dict[str, Any], tracking: TrackingConfig, name: str) -> Mirror | None:
         """The mirror once it has begun, None if it is disabled or impossible."""
-        mode = wanted_mode(tracking)
-        if mode == "disabled":
+        wanted = wanted_mode(tracking)
+        if wanted == "disabled":
             return None
-        if mode not in ("auto", "online", "run", "offline", "dryrun"):
-            self._say(f"warning: WANDB_MODE={mode} is none of online, offline, disabled; going on offline")
+        mode = {"run": "online", "dryrun": "offline"}.get(wanted, wanted)
+        if mode not in ("auto", "online", "offline"):
+            self._say(f"warning: WANDB_MODE={wanted} is none of online, offline, disabled; going on offline")
             mode = "offline"
-        online = mode not in ("offline", "dryrun")
-        seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))
         run_id = self._run_id or secrets.token_hex(4)
+        seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))
         request = {
-            "metrics": str(self._rows.path),
-            "from": self._rows.end,
             "mode": mode,
             "strict": tracking.strict,
             "seconds": seconds,
+            "from": self._rows.end,
             "run": {
                 "dir": str(self._directory),
                 "project": tracking.project,
@@ -170,14 +167,14 @@ class Tracker:
                 "allow_val_change": True,  # a resumed run may have changed settings
             },
         }
-        mirror = Mirror(self._say, "online" if online else "offline")
+        mirror = Mirror(self._say)
         mirror.send("start", request)
-        mirror.wait_for("ready", seconds + self.START_SECONDS)
+        mirror.hear("ready", seconds + self.START_SECONDS)
         if not mirror.problem:
             self._run_id = run_id
             return mirror
         mirror.kill()
-        if tracking.strict and online:
+        if tracking.strict and mode != "offline":
             raise ConfigError(f"tracking.wandb={tracking.wandb}: W&B cannot be reached: {mirror.problem}")
         self._say(f"warning: W&B cannot start ({mirror.problem}); the run goes on with {METRICS_FILE} alone")
         return None
@@ -233,7 +230,7 @@ def account() -> tuple[bool, str]:
 class Mirror:
     """The process that mirrors a run. `problem` says in one line what has ended it; None if nothing has."""
 
-    def __init__(self, say: Callable[[str], None], mode: str) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.problem: str | None = None
         self._say, self._heard = say, set[str]()
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -243,7 +240,7 @@ class Mirror:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"WANDB_MODE": mode, "PYTHONPATH": os.pathsep.join(path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # a Ctrl-C is for the run, which decides about its mirror
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
         )
@@ -254,31 +251,25 @@ class Mirror:
         with suppress(OSError):  # it has ended, as its answers tell
             print(json.dumps([kind, content]), file=self._requests, flush=True)
 
-    def hear(self) -> None:
-        """Take note of the answers that are there."""
-        with suppress(queue.Empty):
-            while True:
-                self._note(*self._answers.get_nowait())
-
-    def wait_for(self, answer: str, seconds: float) -> None:
-        """Take note of answers up to this one or a problem, such as that there is none for so long."""
+    def hear(self, until: str = "", seconds: float = 0.0) -> None:
+        """Take note of the answers that are there, or wait for one: none in so many seconds is a problem."""
         try:
-            while answer not in self._heard and not self.problem:
-                self._note(*self._answers.get(timeout=seconds))
+            while until not in self._heard and not self.problem:
+                kind, content = self._answers.get(timeout=seconds)
+                self._heard.add(kind)
+                if kind == "say":
+                    self._say(content)
+                elif kind == "problem":
+                    self.problem = content
+                elif kind == "end":
+                    self.kill()
+                    self.problem = None if "done" in self._heard else "its process has ended"
         except queue.Empty:
-            self.problem = f"no answer within {seconds:.0f} s"
+            if until:
+                self.problem = f"no answer within {seconds:.0f} s"
         except BaseException:  # Ctrl-C
             self.kill()
             raise
-
-    def _note(self, kind: str, content: Any) -> None:
-        if kind == "say":
-            self._say(content)
-        elif kind == "problem":
-            self.problem = self.problem or content
-        elif kind == "end" and "done" not in self._heard:
-            self.problem = self.problem or "its process has ended"
-        self._heard.add(kind)
 
     def kill(self) -> None:
         """End it at once, and with it W&B's own process; what is not uploaded yet lies in the run's wandb/."""
@@ -288,13 +279,14 @@ class Mirror:
             self._requests.close()
 
 
-def _messages(stream: IO[str]) -> queue.SimpleQueue[tuple[str, Any]]:
+def _messages(stream: IO[str]) -> Messages:
     """What arrives on a stream, and ("end", None) after it, without waiting for it."""
-    messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    messages: Messages = queue.SimpleQueue()
 
     def read() -> None:
-        for line in stream:
-            messages.put(tuple(json.loads(line)))
+        with stream:
+            for line in stream:
+                messages.put(tuple(json.loads(line)))
         messages.put(("end", None))
 
     threading.Thread(target=read, daemon=True).start()
@@ -330,10 +322,10 @@ def main() -> None:
 
 def _connect(request: dict[str, Any], answer: Callable[[str, str], None]) -> Any:
     """wandb.init online if wanted and possible, else offline."""
+    os.environ["WANDB_MODE"] = "offline" if request["mode"] == "offline" else "online"
     import wandb
 
-    wandb.setup(wandb.Settings(**QUIET))  # else it asks an unreachable server who the user is, without a limit of time
-    arguments, mode = request["run"], request["mode"]
+    arguments, auto = request["run"], request["mode"] == "auto"
     arguments["settings"] = wandb.Settings(
         **QUIET,
         disable_git=True,
@@ -342,41 +334,41 @@ def _connect(request: dict[str, Any], answer: Callable[[str, str], None]) -> Any
         init_timeout=request["seconds"],
         finish_timeout=60,  # what is not uploaded by then stays in the run's directory, for `wandb sync`
     )
-    run = None
-    if mode not in ("offline", "dryrun"):
-        reason = "no API key"
+    wandb.setup(wandb.Settings(**QUIET))  # else it asks an unreachable server who the user is, without a limit of time
+    run, reason = None, "no API key"
+    if request["mode"] != "offline":
         try:
             if wandb.login(prompt=False, verify=False):
                 run = wandb.init(mode="online", resume="allow", **arguments)
                 answer("say", f"W&B: {run.url}")
         except Exception as error:
-            reason = _first_line(error)
+            auto, reason = False, _first_line(error)
             wandb.teardown()  # else the id stays in use by the attempt that failed
-        expected = mode == "auto" and reason == "no API key"  # auto means: offline without a key
-        if run is None and request["strict"] and not expected:
+        if run is None and request["strict"] and not auto:
             raise RuntimeError(reason)
         if run is None:
-            files = Path(arguments["dir"], "wandb", "offline-run-*")
-            warning = "" if expected else "warning: "
+            files, warning = f"{arguments['dir']}/wandb/offline-run-*", "" if auto else "warning: "
             answer("say", f"{warning}W&B: {reason}, so offline; to upload later: wandb sync {files}")
     if run is None:
         run = wandb.init(mode="offline", **arguments)
         # The file that W&B itself writes online only, in its layout; JSON is YAML.
-        config = {key: {"value": value} for key, value in arguments["config"].items()}
-        (Path(run.dir) / "config.yaml").write_text(json.dumps(config, indent=2) + "\n")
+        tree = {key: {"value": value} for key, value in arguments["config"].items()}
+        Path(run.dir, "config.yaml").write_text(json.dumps(tree, indent=2) + "\n")
     run.define_metric("trainer/tokens")
     for name in METRICS.keys() - {"trainer/tokens"}:
-        glob = name.replace("<site>", "*")
-        run.define_metric(glob, step_metric="trainer/tokens", summary=SUMMARIES.get(name))
+        pattern = name.replace("<site>", "*")
+        run.define_metric(pattern, step_metric="trainer/tokens", summary=SUMMARIES.get(name))
     return run
 
 
-def _follow(run: Any, request: dict[str, Any], requests: queue.SimpleQueue[tuple[str, Any]]) -> None:
+def _follow(run: Any, request: dict[str, Any], requests: Messages) -> None:
     """Log the rows that metrics.jsonl gets; close the W&B run when the run has ended, or its process is gone."""
-    kind, content = "", None
-    with Path(request["metrics"]).open("rb") as file:
+    directory, kind = Path(request["run"]["dir"]), ""
+    content: Any = None
+    with (directory / METRICS_FILE).open("rb") as file:
         file.seek(request["from"])
         while kind not in ("finish", "end"):
+            kind = ""
             with suppress(queue.Empty):
                 kind, content = requests.get(timeout=POLL_SECONDS)
             while (line := file.readline()).endswith(b"\n"):
@@ -387,16 +379,15 @@ def _follow(run: Any, request: dict[str, Any], requests: queue.SimpleQueue[tuple
             file.seek(-len(line), os.SEEK_CUR)  # half a row
             if kind == "alert":
                 run.alert(title="non-finite metric", text=content, level="ERROR")
-                kind = ""
-    summary = content or {"status": "failed"}
+    summary = content if kind == "finish" else {"status": "failed"}
     run.summary.update(summary)
-    report = Path(request["metrics"]).with_name(REPORT_FILE)
-    if report.is_file():
+    if (directory / REPORT_FILE).is_file():
         import wandb
 
-        artifact = wandb.Artifact(f"report-{run.id}", type="report")
-        artifact.add_file(str(report), policy="immutable")  # where it is: by default a copy goes to the user's home
-        run.log_artifact(artifact)
+        report = wandb.Artifact(f"report-{run.id}", type="report")
+        # Where it is: by default a copy goes to the user's home.
+        report.add_file(str(directory / REPORT_FILE), policy="immutable")
+        run.log_artifact(report)
     run.finish(exit_code=0 if summary["status"] == "finished" else 1)
 
 
