@@ -417,6 +417,20 @@ def test_P12_strict_stops_with_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_P12_strict_takes_the_new_run_away_again(tmp_path: Path) -> None:
+    arguments = ["experiment=smoke", "trainer.device=cpu", "tracking.wandb=online", "tracking.strict=true"]
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train.py"), *arguments],
+        cwd=tmp_path,
+        env=wandb_environment(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "W&B cannot be reached: no API key" in done.stderr
+    assert not list(tmp_path.glob("runs*"))
+
+
 def test_P12_auto_without_a_key_is_offline_also_if_strict(tmp_path: Path) -> None:
     done = start_in_a_process(tmp_path, "auto", strict=True)
     assert done.returncode == 0, done.stderr
