@@ -323,7 +323,7 @@ class MultipliersConfig:
     """Per role of a parameter: its learning rate times m, its weight decay over m."""
 
     embed: Annotated[float | None, Field(gt=0)] = meaning(
-        "embeddings, a tied head with them; null: 1, or share^-1.5 where optim.lr is null", None
+        "embeddings, a tied head with them; null: 1, or share^-0.75 where optim.lr is null", None
     )
     writers: Annotated[float | None, Field(gt=0)] = meaning(
         "projections that write to the residual stream; null: 1, or share where optim.lr is null", None
@@ -341,7 +341,8 @@ class OptimConfig:
     """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
 
     lr: Annotated[float | None, Field(gt=0)] = meaning(
-        "peak learning rate; null: 0.04 / sqrt(d_model), times share = sqrt(max_steps / 240) in a shorter run", None
+        "peak learning rate; null: 0.04 / sqrt(d_model), times the root of share = max_steps / 300 in a shorter run",
+        None,
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
     warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
@@ -546,7 +547,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
     model, trainer, multipliers = config.model, config.trainer, config.optim.multipliers
     horizons = resolve_horizons(config)
     # In a short run the gate closes while a step is a large part of a matrix: see docs/log.md.
-    share = 1.0 if config.optim.lr else min(1.0, math.sqrt(trainer.max_steps / 240))
+    share = 1.0 if config.optim.lr else min(1.0, trainer.max_steps / 300)
     if vocab_size is not None and model.vocab_size not in (None, vocab_size):
         raise ConfigError(
             f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null, or its tokenizer"
@@ -576,10 +577,10 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         ),
         optim=replace(
             config.optim,
-            lr=config.optim.lr or share * 0.04 / math.sqrt(model.d_model),
+            lr=config.optim.lr or math.sqrt(share) * 0.04 / math.sqrt(model.d_model),
             multipliers=replace(
                 multipliers,
-                embed=multipliers.embed or share**-1.5,
+                embed=multipliers.embed or share**-0.75,
                 writers=multipliers.writers or share,
                 readers=multipliers.readers or share,
             ),
