@@ -360,7 +360,7 @@ def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tm
 def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.analysis.evaluate import Evaluation
+    from tapernorm.model.evaluate import Evaluation
     from tapernorm.training import state as trainer
 
     monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))

@@ -164,3 +164,8 @@ def write_summary(directory: Path, summary: Tree) -> None:
     except OSError as error:
         with suppress(OSError):
             print(f"warning: {directory / 'summary.json'} cannot be written: {error.strerror}", flush=True)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large for a float."""
+    return math.inf if loss >= 700 else math.exp(loss)

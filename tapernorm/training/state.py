@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tapernorm.analysis.evaluate import evaluate
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, to_dict, write_text, write_yaml
 from tapernorm.data.prepare import Batches, Prepared, validation_windows
@@ -24,6 +23,7 @@ from tapernorm.method.anchor import ScaleAnchor
 from tapernorm.method.calibration import DOUBTFUL_MISMATCH, Calibration, describe
 from tapernorm.method.gate import GateSchedule, Phase
 from tapernorm.model.decoder import Decoder, build_model
+from tapernorm.model.evaluate import evaluate
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast, pick_dtype
 from tapernorm.runtime.progress import Progress
