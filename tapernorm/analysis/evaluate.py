@@ -98,7 +98,7 @@ def _checkpoints(config: EvaluateConfig, say: Callable[[str], None]) -> list[Pat
             given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all([item], say) for item in given)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all(Path(item), say) for item in given)
     paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
     for path in filter(lambda path: is_hub_form(str(path)), paths):
         if config.dataset is None and config.suite is None:
