@@ -14,6 +14,7 @@ from tapernorm.config.resolve import resolve
 from tapernorm.data.prepare import prepare
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast, keep_freed_memory, pick_device
+from tapernorm.runtime.signals import STOPPING
 from tapernorm.training import pretrained
 from tapernorm.training.console import conclude, introduce
 from tapernorm.training.dynamics import UpdateRatio
@@ -156,7 +157,7 @@ class StopRequest:
 
 @contextmanager
 def signals_as_requests() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request; a second SIGINT stops at once.
+    """Turn SIGINT and the signals of STOPPING into a request; a second SIGINT stops at once.
 
     The others stay requests: a scheduler may repeat them while the checkpoint is being written. Of several processes
     each takes all of them for requests, to its end: torchrun sends a Ctrl-C, which the terminal gives to all, once
@@ -171,8 +172,8 @@ def signals_as_requests() -> Iterator[StopRequest]:
             signal.signal(number, previous[number])
 
     try:
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
-            if number := getattr(signal, name, 0):  # Windows has no SIGUSR1 and 2
+        for number in (signal.SIGINT, *STOPPING):
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 previous[number] = signal.signal(number, request)
     except ValueError:  # not the main thread: the caller keeps its handlers
         pass
