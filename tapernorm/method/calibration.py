@@ -155,10 +155,8 @@ class Calibration:
             # Tracked statistics are of the rescaled stream.
             chosen[site] = c if self.tracks or site not in self.averages else c * self.kappa
             norm.calibrate(chosen[site])
-        odd = {site: c for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]}
-        if odd:
-            listed = ", ".join(f"{site} {c:.3g}" for site, c in odd.items())
-            say(f"warning: c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]} ({listed}); a longer gate.k_warmup may help")
+        if odd := implausible(chosen):
+            say(f"warning: {odd}; a longer gate.k_warmup may help")
         if self.kind == "ema" and chosen and self.window < SHORT_WINDOW:
             say(
                 f"warning: c rests on a window of {self.window} steps, fewer than {SHORT_WINDOW}; "
@@ -181,6 +179,12 @@ class Calibration:
         self.kappa = state.get("kappa", 1.0)
         for site, average in self.averages.items():
             average.load_state_dict(state[site], device)
+
+
+def implausible(chosen: Mapping[str, float]) -> str | None:
+    """What to warn of where some c lies outside PLAUSIBLE_C."""
+    odd = ", ".join(f"{site} {c:.3g}" for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1])
+    return f"c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]}: {odd}" if odd else None
 
 
 def describe(chosen: Mapping[str, float]) -> list[str]:
