@@ -89,8 +89,12 @@ class Tapering:
     ) -> dict[str, float]:
         """Choose c per norm, gamma_t := gamma, and s_tgt, the level of the stream now; returns c by name.
 
-        c = as GatedNorm says for this fit, over all tokens of the batches; s_tgt = exp(E[ln s]) for log, else E[s],
-        s = s(h_L). float32, in eval mode without gradients.
+        fit            c                                        s_tgt
+        log            exp(-E[ln r])                            exp(E[ln s])
+        inverse_mean   1 / E[r]                                 E[s]
+        least_squares  E[||h*gamma||^2 / r] / E[||h*gamma||^2]  E[s]            as published
+
+        over all tokens of the batches, s = s(h_L); float32, in eval mode without gradients.
 
         With `tracked` (ours), c goes on to follow its statistic in training forwards for as long as 0 < gate < 1: the
         average of ln c over steps with this decay, of which the calibration is the first. A step whose statistic is
