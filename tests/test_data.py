@@ -22,7 +22,8 @@ from tapernorm.config.resolve import build
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import prepare as data
 from tapernorm.data import sources, toy
-from tapernorm.data.prepare import Batches, Prepared, TokenFile, prepare, token_dtype, validation_windows
+from tapernorm.data.batches import Batches, validation_windows
+from tapernorm.data.prepare import Prepared, TokenFile, prepare, token_dtype
 from tapernorm.data.sources import clean
 from tapernorm.data.tokenizer import Tokenizer
 

@@ -18,7 +18,8 @@ from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.data import prepare as data
-from tapernorm.data.prepare import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
+from tapernorm.data.batches import Batches, validation_windows
+from tapernorm.data.prepare import prepare, prepare_valid, reuse, usable_windows
 from tapernorm.data.tokenizer import Tokenizer
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run

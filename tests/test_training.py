@@ -99,8 +99,11 @@ def test_P24_resumed_equals_uninterrupted(
     assert {k: v for k, v in again.items() if k not in timeless} == {
         k: v for k, v in summary.items() if k not in timeless
     }
-    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(set(steps)), "every step exactly once"
+    once, twice = (
+        [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        for directory in (whole, resumed)
+    )
+    assert once == twice == sorted(once), "nothing of a step is there twice"
 
 
 @pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"])
@@ -360,7 +363,7 @@ def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tm
 def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.analysis.evaluate import Evaluation
+    from tapernorm.model.evaluate import Evaluation
     from tapernorm.training import state as trainer
 
     monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))

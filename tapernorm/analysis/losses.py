@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tapernorm.data.tokenizer import Tokenizer
+from tapernorm.runtime.record import perplexity
 
 QUANTILES = {"median": 0.5, "p99": 0.99, "p99_9": 0.999}
 EXCERPT_TOKENS, EXCERPT_CHARACTERS = 64, 80
@@ -198,11 +199,6 @@ def _interval(unit: str, sums: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
         "high": mean + reach,
         "documents": len(sums),
     }
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is too large for a float."""
-    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _descending(values: np.ndarray) -> np.ndarray:

@@ -95,6 +95,17 @@ def write_yaml(path: Path, data: Any) -> None:
     write_text(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a YAML file, plain data. Raises ConfigError, one line, if the file holds none."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: it holds no configuration")
+    return tree
+
+
 def write_text(path: Path, text: str) -> None:
     """Atomically: a kill or a full disk leaves the file that was there before, or none, but never half of one."""
     temporary = path.with_name(f"{path.name}.tmp")

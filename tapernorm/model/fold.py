@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 
 from tapernorm.config.options import FoldedNormConfig
@@ -115,7 +114,8 @@ def refuse_open_gates(model: Decoder) -> None:
 def readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
     """(site, norm, the projection that reads it) in the order of the forward pass."""
     blocks: list[Any] = list(model.blocks)
-    projections = [projection for block in blocks for projection in (block.attn.qkv, block.mlp.reader)]
+    parts = [part for block in blocks for part in (block.attn, block.mlp)]
+    projections = [next(part.children()) for part in parts]  # the first layer of either
     projections.append(model.embed if model.head is None else model.head)
     for (site, norm), projection in zip(model.norms(), projections, strict=True):
         yield site, norm, projection
@@ -226,6 +226,9 @@ def count_norm_operations(model: nn.Module, example: Tensor) -> int:
     return sum(_count(part.graph, inputs if part is program.graph_module else None) for part in parts)
 
 
+OPERATOR = type(torch.ops.aten.sqrt.default)  # a graph also calls Python functions, such as getitem
+
+
 def _count(graph: Graph, inputs: set[Any] | None) -> int:
     from_input = {n for n in graph.nodes if n.op == "placeholder" and (inputs is None or n.name in inputs)}
     found = 0
@@ -234,7 +237,7 @@ def _count(graph: Graph, inputs: set[Any] | None) -> int:
             continue
         from_input.add(node)
         if node.op == "call_function":
-            name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
+            name = str(node.target).split(".")[1] if isinstance(node.target, OPERATOR) else ""
             root = name in ("pow", "pow_", "float_power") and node.args[1] in (0.5, -0.5)
             found += bool(NORM_OPERATION.search(name)) or root
     return found

@@ -48,7 +48,7 @@ def train(
     """
     device = dist.place(pick_device(config.trainer.device))
     keep_freed_memory()
-    if checkpoint is None:
+    if checkpoint is None and config.model.init != "random":
         pretrained.check(config)
     data = dist.in_turn(lambda: prepare(config, say))
     config = resolve(config, data.tokenizer.n_vocab)
