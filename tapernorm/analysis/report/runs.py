@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tapernorm.config.options import GATED
+from tapernorm.config.options import GATED, HOLDING
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.record import METRICS_FILE, load_summary, read_metrics
 from tapernorm.runtime.saved import is_baseline, load_run, match_key
@@ -27,12 +27,6 @@ GROWTH = 0.1  # e-folds (11 %) by which the residual scale may leave its level a
 LEVER = 0.5  # share of the theoretical radial gradient that must be there for the scale to act on the logits
 
 SCALE, DRIFT, MISMATCH = "scale/final_rms_mean", "scale/drift", "calib/mismatch."
-
-FORCES = {  # of the anchors that hold a level: their force from means alone, for runs that did not log it
-    "fixed_target": lambda weight, scale, target: 2 * weight * scale * (scale - target),
-    "log_target": lambda weight, scale, target: 2 * weight * math.log(scale / target),
-    "mean_log": lambda weight, scale, target: 2 * weight * math.log(scale / target),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +143,14 @@ class Run:
         return not any("anchor/force" in row for row in self.rows) and bool(self._derived_force())
 
     def _derived_force(self) -> Points:
-        force, target, weight = FORCES.get(self.anchor), self.last("scale/target"), self.last("anchor/lambda")
-        if force is None or not target or weight is None or self.k_warmup is None:
+        """From the mean scale alone, for runs that did not log it."""
+        target, strength = self.last("scale/target"), self.last("anchor/lambda")
+        if self.anchor not in HOLDING or not target or strength is None or self.k_warmup is None:
             return []
+        from tapernorm.method.anchor import force_at  # torch: only for such a run
+
         scales = [(step, s) for step, s in self.points(SCALE) if step > self.k_warmup]
-        return [(step, force(weight, s, target) if s else None) for step, s in scales]
+        return [(step, force_at(self.anchor, strength, s, target) if s else None) for step, s in scales]
 
     def sites(self, prefix: str) -> list[str]:
         """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
@@ -226,7 +223,7 @@ class Run:
             return "shrinking"
         if growth <= GROWTH:
             return "held"
-        above = self.anchor not in FORCES or (self.drift or 0.0) > GROWTH
+        above = self.anchor not in HOLDING or (self.drift or 0.0) > GROWTH
         beyond = all(growth > other for other in self.reference_growths.values())
         return "chasing" if pull < 0 and above and beyond else "growing"
 
