@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tapernorm.analysis.evaluate import evaluate_checkpoint, save_folded
+from tapernorm.analysis.evaluate import evaluate_checkpoint
+from tapernorm.analysis.measure import save_folded
 from tapernorm.config.programs import EvaluateConfig, ExportConfig
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
