@@ -1,6 +1,6 @@
 """Kill one run again and again at random moments, and see whether it comes out as if nothing had happened.
 
-python scripts/soak.py --kills 200 [--seed 0] [--directory soak]
+python scripts/dev/soak.py --kills 200 [--seed 0] [--directory soak]
 
 First the undisturbed run. Then the same command with SIGKILL, restarted each time until it finishes: at random moments
 of its whole life, every third time in the midst of a checkpoint's writing, and every tenth time, with the prepared
@@ -22,7 +22,7 @@ from typing import Any
 
 from tapernorm.runtime.record import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLOCK = "throughput/tokens_per_s"
 SAVE_INTERVAL = 5
 
