@@ -13,10 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from tapernorm.config.options import GATED, HOLDING
-from tapernorm.config.schema import ConfigError
+from tapernorm.config.schema import ConfigError, read_yaml
 from tapernorm.runtime.record import METRICS_FILE, Tree, load_summary, read_metrics
 from tapernorm.runtime.saved import is_baseline, load_run, match_key
 
@@ -273,8 +271,8 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
         composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary
     except ConfigError as fault:  # never started, or its configuration could not be built
         error = str(fault)
-        with suppress(OSError, yaml.YAMLError):
-            composed = yaml.safe_load((directory / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+        with suppress(ConfigError):
+            composed = read_yaml(directory / ".hydra" / "config.yaml")
         with suppress(ConfigError):
             summary = summary or load_summary(directory)
     if (directory / METRICS_FILE).exists():
@@ -284,7 +282,6 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
             error = str(fault)
     summary = summary or {}
     status = summary.get("status") or ("failed" if error else "unfinished")
-    composed = composed if isinstance(composed, dict) else {}
     tokens = _tokens(directory / "probe_tokens.json")
     return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows, tokens)
 
