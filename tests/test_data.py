@@ -21,7 +21,8 @@ from tapernorm.config.options import Config, build
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import prepare as data
 from tapernorm.data import sources, toy
-from tapernorm.data.prepare import Batches, Prepared, TokenFile, prepare, token_dtype, validation_windows
+from tapernorm.data.batches import Batches, TokenFile, token_dtype, validation_windows
+from tapernorm.data.prepare import Prepared, prepare
 from tapernorm.data.sources import clean
 from tapernorm.data.tokenizer import Tokenizer
 
@@ -200,7 +201,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_long_preparations_show_their_progress(
     tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data._Progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
     said: list[str] = []
     config = config_for(tmp_path)
     prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)), said.append)

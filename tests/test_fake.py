@@ -115,7 +115,8 @@ def test_every_gap_is_kept(tiny: Callable[..., Config]) -> None:
 
 def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """From forwards of the saved models on the batches that training took, by hand."""
-    from tapernorm.data.prepare import Batches, prepare
+    from tapernorm.data.batches import Batches
+    from tapernorm.data.prepare import prepare
 
     config = fake(tiny, calibration={"window": 4, "decay": 0.5})
     run(config, tmp_path)

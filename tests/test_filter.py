@@ -16,8 +16,10 @@ from tapernorm.analysis.losses import Losses, document_of
 from tapernorm.config.options import Config, build, resolve
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.data import batches
 from tapernorm.data import prepare as data
-from tapernorm.data.prepare import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
+from tapernorm.data.batches import Batches, usable_windows, validation_windows
+from tapernorm.data.prepare import prepare, prepare_valid, reuse
 from tapernorm.data.tokenizer import Tokenizer
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run
@@ -37,7 +39,7 @@ def brute_force(tokens: np.ndarray, n_ctx: int, allowed: np.ndarray) -> list[int
 @pytest.mark.parametrize("scanned", [7, 1 << 24])
 @pytest.mark.parametrize("n_ctx", [1, 4, 10])
 def test_usable_windows_are_those_of_a_search(n_ctx: int, scanned: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "SCANNED", scanned)
+    monkeypatch.setattr(batches, "SCANNED", scanned)
     generator = np.random.default_rng(0)
     for n_tokens in (0, 1, n_ctx, n_ctx + 1, 200, 203):
         for share in (0.0, 0.02, 0.2, 1.0):

@@ -26,7 +26,8 @@ from tapernorm.analysis.losses import Losses, document_of, perplexity
 from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict
-from tapernorm.data.prepare import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
+from tapernorm.data.batches import TokenFile, n_windows, validation_windows
+from tapernorm.data.prepare import prepare, prepare_valid, reuse
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.model.decoder import Decoder
 from tapernorm.model.fold import certificate, describe, fold

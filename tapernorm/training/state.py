@@ -19,7 +19,8 @@ from torch import Tensor
 from tapernorm.analysis.evaluate import evaluate
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, to_dict, write_text, write_yaml
-from tapernorm.data.prepare import Batches, Prepared, validation_windows
+from tapernorm.data.batches import Batches, validation_windows
+from tapernorm.data.prepare import Prepared
 from tapernorm.method.anchor import ScaleAnchor
 from tapernorm.method.calibration import DOUBTFUL_MISMATCH, Calibration, describe
 from tapernorm.method.gate import GateSchedule, Phase
