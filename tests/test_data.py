@@ -19,8 +19,8 @@ import torch
 
 from tapernorm.config.options import Config, build
 from tapernorm.config.schema import ConfigError
+from tapernorm.data import cache, sources, toy
 from tapernorm.data import prepare as data
-from tapernorm.data import sources, toy
 from tapernorm.data.batches import Batches, TokenFile, token_dtype, validation_windows
 from tapernorm.data.prepare import Prepared, prepare
 from tapernorm.data.sources import clean
@@ -129,10 +129,10 @@ def test_a_failing_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build({"dataset": {"kind": "toy", "stories": 5, "valid_stories": 2}, "tokenizer": {"kind": "bytes"}})
     monkeypatch.setenv("TAPERNORM_CACHE", str(tmp_path / "from_environment"))
-    assert data.cache_root(config) == tmp_path / "from_environment"
+    assert cache.root(config) == tmp_path / "from_environment"
     monkeypatch.delenv("TAPERNORM_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert data.cache_root(config) == tmp_path / ".cache/tapernorm"
+    assert cache.root(config) == tmp_path / ".cache/tapernorm"
 
 
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:

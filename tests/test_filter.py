@@ -16,7 +16,7 @@ from tapernorm.analysis.losses import Losses, document_of
 from tapernorm.config.options import Config, build, resolve
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict
-from tapernorm.data import batches
+from tapernorm.data import batches, cache
 from tapernorm.data import prepare as data
 from tapernorm.data.batches import Batches, usable_windows, validation_windows
 from tapernorm.data.prepare import prepare, prepare_valid, reuse
@@ -148,7 +148,7 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
     assert from_documents.ids is not None
     first = np.load(from_documents.ids / data.IDS, allow_pickle=False)
     assert first.shape == (from_documents.tokenizer.n_vocab,) and first.dtype == bool
-    report = json.loads((from_documents.ids / data.REPORT).read_text())
+    report = json.loads((from_documents.ids / cache.REPORT).read_text())
     for file in from_documents.ids.iterdir():
         file.unlink()
     from_documents.ids.rmdir()
@@ -157,7 +157,7 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
     again = prepare(config, silent)
     assert again.ids == from_documents.ids and again.key == from_documents.key
     assert np.array_equal(np.load(again.ids / data.IDS), first)  # type: ignore[operator]
-    other = json.loads((again.ids / data.REPORT).read_text())  # type: ignore[operator]
+    other = json.loads((again.ids / cache.REPORT).read_text())  # type: ignore[operator]
     assert (other["ids"], other["train"]["tokens"]) == (report["ids"], report["train"]["tokens"])
 
 

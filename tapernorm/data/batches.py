@@ -36,7 +36,8 @@ class TokenFile:
     allowed: np.ndarray | None = None
 
     def __str__(self) -> str:
-        return f"{self.n_documents:,} documents, {self.n_tokens:,} tokens"
+        purpose = "training" if self.path.stem == "train" else "validation"
+        return f"{self.n_documents:,} documents, {self.n_tokens:,} tokens for {purpose}"
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:

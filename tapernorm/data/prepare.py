@@ -11,34 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import glob
-import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
 
 from tapernorm.config.options import Config, DatasetConfig, FilteredDatasetConfig, PlainDatasetConfig, TokenizerConfig
 from tapernorm.config.schema import ConfigError
-from tapernorm.data import batches
+from tapernorm.data import batches, cache
 from tapernorm.data.batches import TokenFile, n_windows, token_dtype
 from tapernorm.data.sources import COUNTS, Source, empty_report, hash_files, open_source
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 
-REPORT = "report.json"
 IDS = "ids.npy"
 FORMAT = 1  # of the files in a cache entry and of the cleaning; a change makes every entry be prepared anew
 PROGRESS_SECONDS = 10.0  # between lines that say how far a preparation is
-Found = TypeVar("Found")  # what is read from an entry of the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Prepared:
 
     def __str__(self) -> str:
         tokenizer = f"tokenizer {self.tokenizer.name} with {self.tokenizer.n_vocab:,} ids"
-        return f"{self.train} for training, {self.valid} for validation; {tokenizer}"
+        return f"{self.train}, {self.valid}; {tokenizer}"
 
     @property
     def key(self) -> str:
@@ -70,7 +63,7 @@ class Prepared:
         tokenizer = Tokenizer.load(entry)
         if not train.vocab_size == valid.vocab_size == tokenizer.n_vocab:
             raise ValueError("the vocabularies differ")
-        return cls(train, valid, tokenizer, _read_report(entry), entry)
+        return cls(train, valid, tokenizer, cache.read_report(entry), entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +80,7 @@ class OccurringIds:
 
     @classmethod
     def read(cls, entry: Path) -> OccurringIds:
-        return cls(entry, np.load(entry / IDS, allow_pickle=False), _read_report(entry)["train"])
+        return cls(entry, np.load(entry / IDS, allow_pickle=False), cache.read_report(entry)["train"])
 
 
 def prepare(config: Config, say: Callable[[str], None] = print, threads: int | None = None) -> Prepared:
@@ -124,22 +117,16 @@ def prepare_valid(
 
 def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
     """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
-    dataset, root = config.dataset, cache_root(config)
+    dataset, root = config.dataset, cache.root(config)
     plain = dataset.source if isinstance(dataset, FilteredDatasetConfig) else dataset
     own, _, of_ids = key.partition("+")
-    prepared, _ = _open_entry(root / f"{plain.name}-{own}", Prepared.read)
+    prepared, _ = cache.find(root / f"{plain.name}-{own}", Prepared.read)
     if prepared is not None and isinstance(dataset, FilteredDatasetConfig):
-        ids, _ = _open_entry(root / f"{dataset.reference.name}-ids-{of_ids}", OccurringIds.read)
+        ids, _ = cache.find(root / f"{dataset.reference.name}-ids-{of_ids}", OccurringIds.read)
         prepared = _filter(config, dataset, prepared, ids, lambda line: None) if ids else None
     if prepared is not None:
         say(f"dataset {dataset.name}: reused {prepared} ({prepared.entry})")
     return prepared
-
-
-def cache_root(config: Config) -> Path:
-    """config.cache_dir, else $TAPERNORM_CACHE, else ~/.cache/tapernorm; absolute."""
-    chosen = config.cache_dir or os.environ.get("TAPERNORM_CACHE") or "~/.cache/tapernorm"
-    return Path(chosen).expanduser().absolute()
 
 
 def _filter(
@@ -175,7 +162,7 @@ class _Preparation:
     """Entries of the cache, from there or made now."""
 
     def __init__(self, config: Config, say: Callable[[str], None], threads: int | None = None) -> None:
-        self.config, self.say = config, say
+        self.config, self.say, self.root = config, say, cache.root(config)
         self.threads = threads or min(8, os.cpu_count() or 1)
         wanted = config.trainer.progress
         self.progress = ("bar" if sys.stderr.isatty() else "lines") if wanted == "auto" else wanted
@@ -200,8 +187,8 @@ class _Preparation:
             described = {"name": tokenizer.name, "n_vocab": tokenizer.n_vocab}
             return {"train": train, "valid": valid, "tokenizer": described, "source": source.where}
 
-        name = f"{dataset.name}-{_training_key(source, wanted)}"
-        prepared, made = self._from_cache(dataset.name, name, fill, Prepared.read)
+        entry = self.root / f"{dataset.name}-{_training_key(source, wanted)}"
+        prepared, made = cache.find_or_make(entry, dataset.name, fill, Prepared.read, self.say)
         if made:
             self._say_findings(prepared.report)
             trained = wanted.kind == "bpe" and wanted.ranks is None
@@ -221,10 +208,11 @@ class _Preparation:
                 raise ConfigError(f"dataset {dataset.name}: there is no document to evaluate on ({dropped})")
             return {"valid": report, "source": source.where}
 
-        name = f"{dataset.name}-valid-{_hash(source, fingerprint=tokenizer.fingerprint)}"
-        valid, made = self._from_cache(
-            dataset.name, name, fill, lambda entry: TokenFile.open(entry / "valid.bin"), " for validation"
-        )
+        def read(entry: Path) -> TokenFile:
+            return TokenFile.open(entry / "valid.bin")
+
+        entry = self.root / f"{dataset.name}-valid-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
+        valid, made = cache.find_or_make(entry, dataset.name, fill, read, self.say)
         if made:
             self._say_findings({"valid": report})
         return valid
@@ -240,7 +228,7 @@ class _Preparation:
         def fill(work: Path) -> dict[str, Any]:
             allowed = np.zeros(tokenizer.n_vocab, dtype=bool)
             trained_on = _training_key(source, _tokenizer_config(self.config, reference))
-            there, _ = _open_entry(cache_root(self.config) / f"{reference.name}-{trained_on}", Prepared.read)
+            there, _ = cache.find(self.root / f"{reference.name}-{trained_on}", Prepared.read)
             if there is not None and there.tokenizer.fingerprint == tokenizer.fingerprint:
                 report = there.report["train"]
                 for start in range(0, there.train.n_tokens, batches.SCANNED):
@@ -254,8 +242,8 @@ class _Preparation:
             np.save(work / IDS, allowed)
             return {"train": report, "ids": int(allowed.sum()), "source": source.where}
 
-        name = f"{reference.name}-ids-{_hash(source, fingerprint=tokenizer.fingerprint)}"
-        return self._from_cache(reference.name, name, fill, OccurringIds.read)[0]
+        entry = self.root / f"{reference.name}-ids-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
+        return cache.find_or_make(entry, reference.name, fill, OccurringIds.read, self.say)[0]
 
     def _write_split(
         self, split: str, documents: Iterable[str], tokenizer: Tokenizer, report: dict[str, Any], work: Path
@@ -265,7 +253,7 @@ class _Preparation:
         with (work / f"{split}.bin").open("wb") as file, contextlib.closing(encoded):  # the bar, when a write fails
             for ids in encoded:
                 file.write(ids.tobytes())  # tofile() would not say why a write failed
-            _sync(file)
+            cache.sync(file)
         meta = {
             "dtype": token_dtype(tokenizer.n_vocab).name,
             "vocab_size": tokenizer.n_vocab,
@@ -274,7 +262,7 @@ class _Preparation:
             "n_bytes": report["bytes"],
             "tokenizer": tokenizer.fingerprint,
         }
-        _write(work / f"{split}.json", json.dumps(meta, indent=2) + "\n")
+        cache.write(work / f"{split}.json", json.dumps(meta, indent=2) + "\n")
 
     def _encode(
         self, split: str, documents: Iterable[str], tokenizer: Tokenizer, report: dict[str, Any]
@@ -310,39 +298,6 @@ class _Preparation:
             if found:
                 self.say(f"  {split}: {', '.join(found)}")
 
-    def _from_cache(
-        self,
-        dataset: str,
-        name: str,
-        fill: Callable[[Path], dict[str, Any]],
-        read: Callable[[Path], Found],
-        what_for: str = "",
-    ) -> tuple[Found, bool]:
-        """(What `read` finds in an entry, whether it was made now), in one process at a time, by `fill`.
-
-        fill: writes all files into a directory but the report, which it returns.
-        """
-        entry = cache_root(self.config) / name
-        found, _ = _open_entry(entry, read)
-        if found is not None:
-            self.say(f"dataset {dataset}: reused {found}{what_for} ({entry})")
-            return found, False
-        with _locked(entry, lambda: self.say(f"dataset {dataset}: waiting for another process that prepares {entry}")):
-            found, fault = _open_entry(entry, read)
-            if found is not None:
-                self.say(f"dataset {dataset}: reused {found}{what_for} ({entry}, just made by another process)")
-                return found, False
-            if fault:
-                self.say(f"dataset {dataset}: {entry} is damaged ({fault}); preparing it again")
-            started = time.monotonic()
-            _make_entry(entry, fill)
-            found, fault = _open_entry(entry, read)
-            if found is None:
-                raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
-            seconds = time.monotonic() - started
-            self.say(f"dataset {dataset}: prepared {found}{what_for} in {seconds:.1f} s ({entry})")
-            return found, True
-
 
 def _tokenizer_config(config: Config, dataset: DatasetConfig) -> TokenizerConfig:
     vocab_size = config.tokenizer.vocab_size or max(257, dataset.vocab_size)
@@ -367,9 +322,6 @@ def _dropped(report: dict[str, Any]) -> str:
     return ", ".join(f"{report[name]:,} {meaning}" for name, meaning in COUNTS.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------- cache
-
-
 def _training_key(source: Source, tokenizer: TokenizerConfig) -> str:
     """A hash of everything that determines both splits: documents, cleaning, and what the tokenizer is made from."""
     parts: dict[str, Any] = {"tokenizer": tokenizer.kind}
@@ -377,78 +329,8 @@ def _training_key(source: Source, tokenizer: TokenizerConfig) -> str:
         parts["ranks"] = hash_files([Path(tokenizer.ranks).expanduser()], "tokenizer.ranks")
     elif tokenizer.kind == "bpe":
         parts |= {"vocab_size": tokenizer.vocab_size, "train_bytes": tokenizer.train_bytes}
-    return _hash(source, **parts)
+    return _entry_hash(source, **parts)
 
 
-def _hash(source: Source, **parts: Any) -> str:
-    parts |= {"format": FORMAT, "source": source.identity}
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _open_entry(entry: Path, read: Callable[[Path], Found]) -> tuple[Found | None, str]:
-    """What `read` finds in the entry, or None and what is wrong with it ('' when it does not exist)."""
-    if not entry.is_dir():
-        return None, ""
-    try:
-        return read(entry), ""
-    except OSError as error:
-        return None, f"{Path(error.filename or entry).name}: {error.strerror}"
-    except (ValueError, KeyError) as error:
-        return None, str(error)
-
-
-@contextlib.contextmanager
-def _locked(entry: Path, say_waiting: Callable[[], None]) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(f"{entry}.lock")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0.5)
-        except Timeout:
-            say_waiting()
-            lock.acquire()
-    except OSError as error:
-        raise _unwritable(entry, error) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _make_entry(entry: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
-    """Let `fill` write a whole entry under a temporary name and rename it; the caller holds the entry's lock."""
-    prefix = f"{entry.name}.tmp-"
-    for left in entry.parent.glob(f"{glob.escape(prefix)}*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=entry.parent, ignore_cleanup_errors=True) as folder:
-            work = Path(folder, "entry")  # the folder itself is private, and a cache may be shared
-            work.mkdir()
-            _write(work / REPORT, json.dumps(fill(work), indent=2, ensure_ascii=False))
-            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-            work.rename(entry)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise _unwritable(entry, error) from None
-
-
-def _unwritable(entry: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}")
-
-
-def _read_report(entry: Path) -> dict[str, Any]:
-    return json.loads((entry / REPORT).read_text(encoding="utf-8"))
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("wb") as file:
-        file.write(text.encode())
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _entry_hash(source: Source, **parts: Any) -> str:
+    return cache.hash_of({"format": FORMAT, "source": source.identity, **parts})
