@@ -19,7 +19,7 @@ import torch
 
 from tapernorm.config.options import Config, build
 from tapernorm.config.schema import ConfigError
-from tapernorm.data import cache, sources, toy
+from tapernorm.data import cache, files, toy
 from tapernorm.data import prepare as data
 from tapernorm.data.batches import Batches, TokenFile, token_dtype, validation_windows
 from tapernorm.data.prepare import Prepared, prepare
@@ -174,7 +174,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("".join(json.dumps({"text": toy.story(0, index)}) + "\n" for index in range(4_000)))
     read, encoded, ahead = 0, 0, [0]
 
-    def counted_read(*args: Any) -> Iterator[sources.Raw]:
+    def counted_read(*args: Any) -> Iterator[files.Raw]:
         nonlocal read
         for raw in read_jsonl(*args):
             read += 1
@@ -186,8 +186,8 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         encoded += len(texts)
         return encode_batch(self, texts, threads)
 
-    read_jsonl, encode_batch = sources._read_jsonl, Tokenizer.encode_batch
-    monkeypatch.setattr(sources, "_read_jsonl", counted_read)
+    read_jsonl, encode_batch = files._read_jsonl, Tokenizer.encode_batch
+    monkeypatch.setattr(files, "_read_jsonl", counted_read)
     monkeypatch.setattr(Tokenizer, "encode_batch", counted_encode)
     (tmp_path / "valid.txt").write_text("one\n")
     dataset = {"kind": "text", "train": str(path), "valid": str(tmp_path / "valid.txt")}

@@ -26,7 +26,8 @@ from tapernorm.config.options import Config, DatasetConfig, FilteredDatasetConfi
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import batches, cache
 from tapernorm.data.batches import TokenFile, n_windows, token_dtype
-from tapernorm.data.sources import COUNTS, Source, empty_report, hash_files, open_source
+from tapernorm.data.files import hash_files
+from tapernorm.data.sources import COUNTS, Source, empty_report, open_source
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 
 IDS = "ids.npy"
