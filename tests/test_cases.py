@@ -294,7 +294,7 @@ def test_directories_that_cannot_be_written_are_named(
 
 
 def test_a_full_disk_under_the_cache_is_one_line(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tapernorm.data.prepare._sync", full)
+    monkeypatch.setattr("tapernorm.data.cache.sync", full)
     status, _, err = train("cache_dir=mine")
     assert status == 2 and "cache_dir=" in err and "No space left on device" in err and err.count("\n") == 1
     assert [path.suffix for path in Path("mine").iterdir()] == [".lock"] and not Path("runs").exists()
