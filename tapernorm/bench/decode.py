@@ -28,7 +28,7 @@ from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model
 from tapernorm.model.fold import fold
 from tapernorm.model.lean import lean
-from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import checkpoint
 
 N_VOCAB = 10_000  # of random weights whose model.vocab_size is null: the size that the method was published with
 WARM_STEPS = 2  # at the start of every sample: the arm before has filled the processor's caches
@@ -69,7 +69,7 @@ def _tapered(base: Decoder, sites: tuple[str, ...]) -> Decoder:
 def load_base(config: BenchmarkConfig) -> Decoder:
     """The model that the arms take their shape and weights from: a checkpoint's, or a random one."""
     if config.checkpoint:
-        return checkpoints.load_model(checkpoints.find(Path(config.checkpoint)))[0]
+        return checkpoint.load_model(checkpoint.find(Path(config.checkpoint)))[0]
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or N_VOCAB)
     tree = {"model": to_dict(model), "norm": to_dict(StandardNormConfig()), "seed": config.seed}
     return build_model(resolve(build(tree), model.vocab_size))
