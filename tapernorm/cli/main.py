@@ -246,9 +246,9 @@ def benchmark(tree: DictConfig) -> None:
         config = validate(absolute_paths(plain(tree), Path(settings.runtime.cwd)), BenchmarkConfig)
         if config.checkpoint and (shape := [item for item in settings.overrides.task if item.startswith("model")]):
             raise ConfigError(f"{shape[0]}: the checkpoint brings its own shape; leave it out, or checkpoint=...")
-        from tapernorm.bench import programs as bench  # torch: only once the command line is known to be right
+        from tapernorm.bench import benchmark  # torch: only once the command line is known to be right
 
-        bench.benchmark(config)
+        benchmark.benchmark(config)
 
 
 def export_hf(tree: DictConfig) -> None:
