@@ -19,7 +19,8 @@ from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
 from tapernorm.cli.resume import claim
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.runtime.log import in_use, open_log
 
 ROOT = cli.CONFIGS.parent

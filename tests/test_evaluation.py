@@ -20,8 +20,9 @@ from scipy.optimize import minimize_scalar
 from tapernorm.analysis import evaluate as evaluation
 from tapernorm.analysis.evaluate import evaluate, evaluate_checkpoint, scaled_losses
 from tapernorm.cli.main import CONFIGS
-from tapernorm.config.options import Config, TextDatasetConfig, resolve
+from tapernorm.config.options import Config, TextDatasetConfig
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import resolve
 from tapernorm.config.schema import ConfigError, validate
 from tapernorm.model.decoder import build_model
 from tapernorm.model.generate import generate

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tapernorm.config.options import Config, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import resolve
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Linear, build_model
 from tapernorm.model.fold import fold

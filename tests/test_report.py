@@ -23,7 +23,8 @@ from tapernorm.analysis.report import charts, compare, page, runs
 from tapernorm.analysis.report.compare import Comparison
 from tapernorm.cli import run, sweep
 from tapernorm.cli.resume import Start
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import to_dict, write_yaml
 from tapernorm.runtime.record import METRICS, write_summary
 from tapernorm.training.tracking import Tracker

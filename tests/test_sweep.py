@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
-from tapernorm.config.options import resolve
+from tapernorm.config.resolve import resolve
 from tapernorm.runtime.record import load_summary, read_metrics, write_summary
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 

@@ -260,7 +260,7 @@ def test_comparators_train(tmp_path: Path, kind: str) -> None:
 
 
 def _comparator(kind: str) -> Config:
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tests.conftest import TINY, merge
 
     return resolve(build(merge(TINY, {"norm": {"kind": kind}, "optim": {"lr": 1e-3}})))
@@ -438,7 +438,7 @@ def test_golden_losses(tiny: Callable[..., Config], tmp_path: Path, norm: str, a
 def regenerate() -> None:
     import tempfile
 
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tests.conftest import NORMS, TINY, merge
 
     losses = {}

@@ -28,16 +28,9 @@ from tqdm import tqdm
 
 from tapernorm import git_revision
 from tapernorm.bench.timing import Ratio, copy_bandwidth, interleave, ratio, seconds
-from tapernorm.config.options import (
-    AnyNormConfig,
-    Config,
-    NoNormConfig,
-    StandardNormConfig,
-    TaperNormConfig,
-    build,
-    resolve,
-)
+from tapernorm.config.options import AnyNormConfig, Config, NoNormConfig, StandardNormConfig, TaperNormConfig
 from tapernorm.config.programs import BenchmarkConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model

@@ -517,7 +517,7 @@ def self_test(folder: Path) -> None:
     """Train through warmup, calibration and taper, resume from the middle, fold. Raises AssertionError in words."""
     import torch
 
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tapernorm.model.fold import fold
     from tapernorm.runtime.device import pick_device
     from tapernorm.training import checkpoint

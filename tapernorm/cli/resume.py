@@ -11,15 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.options import Config, build, resolve
-from tapernorm.config.schema import (
-    ConfigError,
-    all_keys,
-    class_of,
-    leaves,
-    to_dict,
-    unknown_key,
-)
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
+from tapernorm.config.schema import ConfigError, all_keys, check_known, leaves
 from tapernorm.runtime.log import LOCK_FILE, in_use
 from tapernorm.runtime.record import METRICS_FILE, Tree
 from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, read_tree, show, within
@@ -103,22 +97,7 @@ def safe_name(text: str) -> str:
 def check_keys(composed: Tree) -> None:
     """Raise ConfigError for a key that is not in the schema and for a missing value; ranges are left to `build`."""
     _refuse_folded(composed, "norm.kind=folded")
-    sections = [name for name, value in to_dict(Config()).items() if isinstance(value, dict)]
-    for section in sections:
-        if not isinstance(composed.get(section, {}), dict):
-            raise ConfigError(
-                f"{section}={composed[section]}: a configuration that is replayed has no groups to choose from; "
-                f"override its keys one by one, as in {section}.name=..."
-            )
-    known = [key for key, _ in all_keys(Config)]
-    for section in ("norm", "dataset"):  # of the chosen kind alone
-        known = [key for key in known if not key.startswith(f"{section}.")]
-        known += [key for key, _ in all_keys(class_of(Config, section, composed), f"{section}.")]
-    for key, value in leaves(composed):
-        if key not in known:
-            raise ConfigError(unknown_key(key, known))
-        if value == "???":
-            raise ConfigError(f"{key} is missing: give it a value, as in {key}=...")
+    check_known(composed, Config)
 
 
 def _refuse_folded(tree: Any, what: str) -> None:

@@ -32,7 +32,8 @@ from tapernorm.analysis.table import print_table
 from tapernorm.cli import errors as faults
 from tapernorm.cli import run
 from tapernorm.cli.resume import Start, changes, check_keys, claim_directory, go_on, safe_name
-from tapernorm.config.options import build, resolve
+from tapernorm.config.paths import absolute_paths
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.log import InUse, append_log, in_use
 from tapernorm.runtime.progress import clock
@@ -257,7 +258,7 @@ def _compose(
     Raises one of faults.COMPOSITION_ERRORS for faults of composition, unknown keys, missing values and changed
     settings. A value out of its range is left to its job to report, so that the others run.
     """
-    from tapernorm.cli.main import absolute_paths, plain
+    from tapernorm.cli.main import plain
 
     tree = GlobalHydra.instance().config_loader().load_sweep_config(config, list(overrides))
     with read_write(tree), open_dict(tree):

@@ -67,7 +67,7 @@ class Calibration:
     ) -> None:
         """`config`: resolved. `k_last`: the last step with an open gate; None: k_warmup."""
         if config.window is None or config.fit is None or config.decay is None:
-            raise ValueError("calibration is resolved by tapernorm.config.options.resolve")
+            raise ValueError("calibration is resolved by tapernorm.config.resolve")
         self.kind = config.kind
         self.k_warmup = k_warmup
         self.norms = dict(norms) if config.kind != "none" else {}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from tapernorm.config.options import GATED, Config, removal_waits
+from tapernorm.config.options import GATED, Config
+from tapernorm.config.resolve import removal_waits
 from tapernorm.config.sites import removal_order
 
 
@@ -40,7 +41,7 @@ class GateSchedule:
         """The schedule of a resolved configuration; constant where no layer tapers."""
         gate = config.gate
         if gate.k_warmup is None or gate.k_taper is None:
-            raise ValueError("the gate's horizons are resolved by tapernorm.config.options.resolve")
+            raise ValueError("the gate's horizons are resolved by tapernorm.config.resolve")
         if config.norm.kind not in GATED:
             return cls("constant", gate.k_warmup, gate.k_taper)
         removals = _removals(config, gate.k_warmup, gate.k_taper) if gate.shape == "sequential" else ()

@@ -302,7 +302,7 @@ def needs_bias(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
 def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
     """The norm at a site ('0.attn', ..., 'final') of a resolved model configuration."""
     if model.norm_eps is None:
-        raise ValueError("model.norm_eps is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     if is_table(norm, site):
         return nn.Identity()
     dim, eps = model.d_model, model.norm_eps

@@ -152,7 +152,7 @@ class GELU(nn.Module):
 def build_mlp(config: ModelConfig, bias: bool = False) -> SwiGLU | GELU:
     """The MLP of a resolved configuration; `bias`: see `norms.needs_bias`."""
     if config.d_ff is None:
-        raise ValueError("model.d_ff is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.d_ff is resolved by tapernorm.config.resolve")
     kind = SwiGLU if config.mlp == "swiglu" else GELU
     return kind(config, config.d_ff, bias)
 
@@ -202,7 +202,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, norm: AnyNormConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.options.resolve")
+            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
         self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.table = nn.Embedding(config.vocab_size, config.d_model) if is_table(norm, "0.attn") else None

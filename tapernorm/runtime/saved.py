@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tapernorm.config.options import build, resolve
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, leaves, to_dict
 from tapernorm.runtime.record import Tree, load_summary
 

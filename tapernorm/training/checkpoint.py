@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapernorm import git_revision
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import GateSchedule

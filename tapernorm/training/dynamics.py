@@ -69,7 +69,7 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool =
     """
     config = model.config
     if config.norm_eps is None:
-        raise ValueError("model.norm_eps is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     taps: dict[str, Tensor] = {}
     was_training = model.training
     h = model.eval().trunk(tokens, taps)  # no dropout, which would also draw

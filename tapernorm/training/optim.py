@@ -120,7 +120,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: Tenso
 def learning_rate(step: int, config: OptimConfig) -> float:
     """lr(k) for the 1-based step k: linear over warmup_steps, then a cosine to min_lr_ratio * lr at decay_steps."""
     if config.lr is None or config.warmup_steps is None or config.decay_steps is None:
-        raise ValueError("the optimizer's horizons are resolved by tapernorm.config.options.resolve")
+        raise ValueError("the optimizer's horizons are resolved by tapernorm.config.resolve")
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     t = min(1.0, (step - config.warmup_steps) / max(1, config.decay_steps - config.warmup_steps))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapernorm.config.options import Config, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
+from tapernorm.config.options import Config, ModelConfig, StandardNormConfig, TokenizerConfig
+from tapernorm.config.resolve import resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, build_tokenizer
 from tapernorm.method.gate import GateSchedule
