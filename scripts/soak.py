@@ -11,7 +11,6 @@ metrics.jsonl has each step exactly once with the same numbers, else 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -20,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tapernorm.runtime.record import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOCK = "throughput/tokens_per_s"
@@ -105,8 +106,7 @@ def difference(expected: Path, found: Path, steps: int) -> str | None:
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != CLOCK} for line in lines]
+    return [{key: value for key, value in row.items() if key != CLOCK} for row in read_metrics(directory / "run")]
 
 
 def soak(directory: Path, kills: int, seed: int, steps: int) -> str | None:

@@ -14,8 +14,8 @@ from typing import Any
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, all_keys, check_known, leaves, read_yaml
-from tapernorm.runtime.log import in_use
-from tapernorm.runtime.record import Tree
+from tapernorm.runtime.log import LOCK_FILE, in_use
+from tapernorm.runtime.record import METRICS_FILE, Tree
 from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, show, within
 
 
@@ -78,7 +78,7 @@ def claim_directory(directory: Path) -> bool:
 
 def _unclaim(directory: Path) -> None:
     """Take a directory away again in which only our own configuration files are."""
-    ours = {".hydra", "config.yaml", "data.json", "run.log", "summary.json"}
+    ours = {".hydra", "config.yaml", "data.json", METRICS_FILE, "run.log", LOCK_FILE, "summary.json"}
     if {path.name for path in directory.iterdir()} <= ours:
         for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
             if path.is_file():

@@ -1,4 +1,4 @@
-"""saved"""
+"""What a run's directory says of it, and which settings may differ between runs that go on or are compared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from tapernorm.runtime.record import Tree, load_summary
 
 DONE = ("finished", "diverged")  # a run with such a status is not gone on with
 
-
 # What a command says of its own directories. A run that goes on has its directory already.
 OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
-
 
 # Where and how a run happens, not what it computes: these may change when a run goes on.
 ADJUSTABLE = (
@@ -38,7 +36,6 @@ ADJUSTABLE = (
     "trainer.val_batch_size",
     "trainer.val_interval",
 )
-
 
 # What a run may differ in from the baseline that it is compared with, beside ADJUSTABLE and OWN.
 COMPARED = ("norm", "anchor", "gate", "calibration")
@@ -77,9 +74,7 @@ def load_run(directory: Path) -> Saved:
     # Without it the run was interrupted before the vocabulary was known.
     resolved = read_yaml(resolved_file) if resolved_file.exists() else composed
     # Built anew, so that a key which an older version did not have has its default.
-    resolved = to_dict(resolve(build(resolved)))
-    summary = load_summary(directory)
-    return Saved(directory, composed, resolved, summary)
+    return Saved(directory, composed, to_dict(resolve(build(resolved))), load_summary(directory))
 
 
 def match_key(resolved: Tree) -> str:
