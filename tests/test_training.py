@@ -364,9 +364,9 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tapernorm.model.evaluate import Evaluation
-    from tapernorm.training import state as trainer
+    from tapernorm.training import observe
 
-    monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
+    monkeypatch.setattr(observe, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
     with pytest.raises(Divergence, match="the validation loss"):
         run(tiny(), tmp_path)
 
