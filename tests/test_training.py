@@ -374,12 +374,10 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
 def test_failing_samples_do_not_cost_the_result(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.training import console
-
     def fails(*arguments: Any, **keys: Any) -> None:
         raise RuntimeError("probability tensor contains inf, nan or element < 0")
 
-    monkeypatch.setattr(console, "generate", fails)
+    monkeypatch.setattr("tapernorm.model.generate.generate", fails)
     assert math.isfinite(run(tiny(trainer={"samples": 2}), tmp_path)["val_loss"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def train(
     """
     run = start(config, directory, checkpoint, say)
     trainer, optim = run.config.trainer, run.config.optim
-    with saving.open_tracker(run) as tracker, stop_requests() as stop, divergence_told(run, tracker, at_end):
+    with saving.open_tracker(run) as tracker, stop_requests() as asked_to_stop, divergence_told(run, tracker, at_end):
         introduce(run)
         observe.catch_up(run, tracker)
         for step in range(run.step + 1, trainer.max_steps + 1):
@@ -78,8 +78,8 @@ def train(
             run.guard(step, norm)
             due = step % trainer.log_interval == 0 or step in run.landmarks
             probing = step % trainer.dynamics_interval == 0 or step in run.landmarks
-            stopping = stop.agreed()
-            saves, validating = run.saves_at(step) or stopping, run.validates_at(step)
+            validating, stopping = run.validates_at(step), asked_to_stop()
+            saves = bool(stopping) or step % (trainer.save_interval or 1) == 0 or step == trainer.max_steps
             ratio = UpdateRatio(run.model.parameters()) if due else None
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
@@ -105,7 +105,7 @@ def train(
             if stopping and step < trainer.max_steps:
                 tracker.finish("interrupted", run.summary())
                 run.progress.close()
-                raise Interrupted(step, run.summary(), stop.signal)
+                raise Interrupted(step, run.summary(), stopping)
         tracker.flush()
         run.progress.close()
         if run.val_loss is not None and not math.isfinite(run.val_loss):
@@ -153,42 +153,30 @@ def divergence_told(
         raise
 
 
-class StopRequest:
-    """Set by the first signal; the loop finishes its step, saves and leaves."""
-
-    received = 0  # by this process
-    signal = 0  # that all processes know of
-
-    def agreed(self) -> bool:
-        """Whether to leave after this step, asked once in each: several processes leave together."""
-        self.signal = dist.largest_asked(self.received)
-        return self.signal != 0
-
-
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request; a second SIGINT stops at once.
+def stop_requests() -> Iterator[Callable[[], int]]:
+    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request to leave; a second SIGINT stops at once.
 
-    The others stay requests: a scheduler may repeat them while the checkpoint is being written. Of several processes
-    each takes all of them for requests, to its end: torchrun sends a Ctrl-C, which the terminal gives to all, once
-    more, and SIGTERM to those that are left once one has gone; 30 s later it ends them by force.
+    Yields what gives the signal to leave for after a step, 0 for none, asked once in each: several processes leave
+    together. The others stay requests: a scheduler may repeat them while the checkpoint is being written. Of several
+    processes each takes all of them for requests, to its end: torchrun sends a Ctrl-C, which the terminal gives to
+    all, once more, and SIGTERM to those that are left once one has gone; 30 s later it ends them by force.
     """
-    stop = StopRequest()
+    received = 0
     previous: dict[int, Any] = {}
 
     def request(number: int, frame: object) -> None:
-        stop.received = number
+        nonlocal received
+        received = number
         if number == signal.SIGINT and dist.size() == 1:
             signal.signal(number, previous[number])
 
-    try:
+    with suppress(ValueError):  # not the main thread: the caller keeps its handlers
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
             if number := getattr(signal, name, 0):  # Windows has no SIGUSR1 and 2
                 previous[number] = signal.signal(number, request)
-    except ValueError:  # not the main thread: the caller keeps its handlers
-        pass
     try:
-        yield stop
+        yield lambda: dist.largest_asked(received)
     finally:
         if dist.size() == 1:
             for number, handler in previous.items():

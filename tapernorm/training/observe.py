@@ -91,9 +91,9 @@ def validate(run: TrainingRun) -> Metrics:
     run.say(f"step {run.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {run.gate:.4g}")
     metrics: Metrics = {"val/loss": result.loss, "val/perplexity": result.perplexity}
     if last:
-        run.best_temperature, run.val_loss_best_temperature = result.best_temperature, result.loss_best_temperature
-        metrics["val/best_temperature"] = run.best_temperature
-        metrics["val/loss_best_temperature"] = run.val_loss_best_temperature
+        metrics["val/best_temperature"] = result.best_temperature
+        metrics["val/loss_best_temperature"] = result.loss_best_temperature
+    run.last_validation = metrics
     return metrics
 
 
@@ -107,8 +107,7 @@ def catch_up(run: TrainingRun, tracker: Tracker) -> None:
         tracker.log(run.step, validate(run))
     else:
         note_validation(run, logged["val/loss"])
-        run.best_temperature = logged.get("val/best_temperature")
-        run.val_loss_best_temperature = logged.get("val/loss_best_temperature")
+        run.last_validation = logged
 
 
 def write_tokens(run: TrainingRun) -> None:

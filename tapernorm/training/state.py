@@ -94,9 +94,8 @@ class TrainingRun(Counters):
         self.interval_start: tuple[float, int] | None = None  # time and tokens
         self.tokens_per_s = 0.0
         self.saved_step: int | None = None
-        self.best_temperature: float | None = None
-        self.val_loss_best_temperature: float | None = None
         self.last_probe: dict[str, float | None] = {}
+        self.last_validation: dict[str, float | None] = {}
         self.warned = False
         self.tracker_state: dict[str, Any] | None = None
 
@@ -235,7 +234,11 @@ class TrainingRun(Counters):
         """After step k_warmup: the level of the stream, c and gamma_t of every tapered layer, s_tgt and lambda."""
         wanted, norm = self.config.calibration.level, self.config.norm.name
         if wanted is not None and self.model.is_homogeneous:
-            self.rescale(self.mean_scale() / wanted)
+            kappa = self.mean_scale() / wanted
+            rescale(self.model, self.optimizer, kappa)
+            self.calibration.rescaled(kappa)
+            self.anchor.eps /= kappa**2
+            self.say(f"step {self.step}: the residual stream is divided by {kappa:.4g}; the function stays the same")
         elif wanted is not None:
             self.say(f"calibration.level={wanted:g}: not for norm={norm}; the stream stays as it is")
         with self.calibration.measuring():
@@ -252,13 +255,6 @@ class TrainingRun(Counters):
         """Mean of s(h_L) over the tokens of this step's batch; the whole model runs, so that every norm can record."""
         micro = self.microbatches(self.step)
         return self.batch_mean(self.step, micro, lambda x, y: self.anchor.scale(self.model.loss(x, y)[1]).mean()).item()
-
-    def rescale(self, kappa: float) -> None:
-        """Divide the residual stream by kappa, the function unchanged."""
-        rescale(self.model, self.optimizer, kappa)
-        self.calibration.rescaled(kappa)
-        self.anchor.eps /= kappa**2
-        self.say(f"step {self.step}: the residual stream is divided by {kappa:.4g}; the function stays the same")
 
     # --------------------------------------------------------------------------------------------- what is on record
 
@@ -280,9 +276,6 @@ class TrainingRun(Counters):
     def validates_at(self, step: int) -> bool:
         return step % (self.config.trainer.val_interval or 1) == 0 or step in self.landmarks
 
-    def saves_at(self, step: int) -> bool:
-        return step % (self.config.trainer.save_interval or 1) == 0 or step == self.config.trainer.max_steps
-
     def say(self, line: str) -> None:
         self.progress.say(line, self._say)
 
@@ -299,8 +292,8 @@ class TrainingRun(Counters):
         keys = ("scale/final_rms_mean", "logits/norm_mean", "logits/abs_max", "radial/mean")
         return {
             "val_loss": self.val_loss,
-            "best_temperature": self.best_temperature,
-            "val_loss_best_temperature": self.val_loss_best_temperature,
+            "best_temperature": self.last_validation.get("val/best_temperature"),
+            "val_loss_best_temperature": self.last_validation.get("val/loss_best_temperature"),
             "best": None if self.best_loss is None else {"val_loss": self.best_loss, "step": self.best_step},
             "train_loss": self.last_loss,
             "steps": self.step,
