@@ -169,7 +169,7 @@ def test_a_schedulers_repeated_signal_does_not_cut_the_save_short(
 def test_a_signal_during_the_preparation_ends_it_as_ctrl_c_does(
     train: Command, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(loop, "prepare", lambda *_: signal.raise_signal(getattr(signal, name)))
+    monkeypatch.setattr("tapernorm.data.prepare.prepare", lambda *_: signal.raise_signal(getattr(signal, name)))
     status, _, err = train("run_dir=run")
     assert (status, err) == (130, "") and summary_of(Path("run"))["status"] == "interrupted"
 
