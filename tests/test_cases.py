@@ -180,7 +180,7 @@ def test_a_schedulers_repeated_signal_does_not_cut_the_save_short(
 def test_a_signal_during_the_preparation_ends_it_as_ctrl_c_does(
     train: Command, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(loop, "prepare", lambda *_: signal.raise_signal(getattr(signal, name)))
+    monkeypatch.setattr("tapernorm.data.prepare.prepare", lambda *_: signal.raise_signal(getattr(signal, name)))
     status, _, err = train("run_dir=run")
     assert (status, err) == (130, "") and summary_of(Path("run"))["status"] == "interrupted"
 
@@ -305,7 +305,7 @@ def test_directories_that_cannot_be_written_are_named(
 
 
 def test_a_full_disk_under_the_cache_is_one_line(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tapernorm.data.prepare._sync", full)
+    monkeypatch.setattr("tapernorm.data.cache.sync", full)
     status, _, err = train("cache_dir=mine")
     assert status == 2 and "cache_dir=" in err and "No space left on device" in err and err.count("\n") == 1
     assert [path.suffix for path in Path("mine").iterdir()] == [".lock"] and not Path("runs").exists()

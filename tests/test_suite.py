@@ -19,7 +19,7 @@ from tapernorm.analysis.losses import document_of
 from tapernorm.config.options import Config, ModelConfig, TokenizerConfig
 from tapernorm.config.programs import EvaluateConfig, ExportConfig
 from tapernorm.config.schema import ConfigError, validate
-from tapernorm.data.prepare import TokenFile, usable_windows
+from tapernorm.data.batches import TokenFile, usable_windows
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 from tapernorm.interop.export import export
 from tapernorm.training import checkpoint as checkpoints

@@ -364,9 +364,9 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tapernorm.model.evaluate import Evaluation
-    from tapernorm.training import state as trainer
+    from tapernorm.training import observe
 
-    monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
+    monkeypatch.setattr(observe, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
     with pytest.raises(Divergence, match="the validation loss"):
         run(tiny(), tmp_path)
 
@@ -374,12 +374,10 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
 def test_failing_samples_do_not_cost_the_result(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.training import console
-
     def fails(*arguments: Any, **keys: Any) -> None:
         raise RuntimeError("probability tensor contains inf, nan or element < 0")
 
-    monkeypatch.setattr(console, "generate", fails)
+    monkeypatch.setattr("tapernorm.model.generate.generate", fails)
     assert math.isfinite(run(tiny(trainer={"samples": 2}), tmp_path)["val_loss"])
 
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
-from tapernorm.config.options import GATED
-from tapernorm.config.schema import ConfigError
+from tapernorm.config.options import GATED, HOLDING
+from tapernorm.config.schema import ConfigError, read_yaml
 from tapernorm.runtime.record import METRICS_FILE, Tree, load_summary, read_metrics
 from tapernorm.runtime.saved import is_baseline, load_run, match_key
 
@@ -38,11 +36,6 @@ VERDICTS = {  # the words of the badges; the report's text explains them
     "early": "too early to tell",
     "diverged": "diverged",
     "failed": "failed",
-}
-FORCES = {  # of the anchors that hold a level: their force from means alone, for runs that did not log it
-    "fixed_target": lambda weight, scale, target: 2 * weight * scale * (scale - target),
-    "log_target": lambda weight, scale, target: 2 * weight * math.log(scale / target),
-    "mean_log": lambda weight, scale, target: 2 * weight * math.log(scale / target),
 }
 
 
@@ -168,11 +161,14 @@ class Run:
         return not any(FORCE in row for row in self.rows) and bool(self._derived_force())
 
     def _derived_force(self) -> Points:
-        force, target, weight = FORCES.get(self.anchor), self.last("scale/target"), self.last("anchor/lambda")
-        if force is None or not target or weight is None or self.k_warmup is None:
+        """From the mean scale alone, for runs that did not log it."""
+        target, strength = self.last("scale/target"), self.last("anchor/lambda")
+        if self.anchor not in HOLDING or not target or strength is None or self.k_warmup is None:
             return []
+        from tapernorm.method.anchor import force_at  # torch: only for such a run
+
         scales = [(step, s) for step, s in self.points(SCALE) if step > self.k_warmup]
-        return [(step, force(weight, s, target) if s else None) for step, s in scales]
+        return [(step, force_at(self.anchor, strength, s, target) if s else None) for step, s in scales]
 
     def sites(self, prefix: str) -> list[str]:
         """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
@@ -245,7 +241,7 @@ class Run:
             return "held"
         if growth < 0:
             return "shrinking"
-        above = self.anchor not in FORCES or (self.drift or 0.0) > GROWTH
+        above = self.anchor not in HOLDING or (self.drift or 0.0) > GROWTH
         beyond = all(growth > other for other in self.reference_growths.values())
         return "chasing" if pull < 0 and above and beyond else "growing"
 
@@ -275,8 +271,8 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
         composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary
     except ConfigError as fault:  # never started, or its configuration could not be built
         error = str(fault)
-        with suppress(OSError, yaml.YAMLError):
-            composed = yaml.safe_load((directory / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+        with suppress(ConfigError):
+            composed = read_yaml(directory / ".hydra" / "config.yaml")
         with suppress(ConfigError):
             summary = summary or load_summary(directory)
     if (directory / METRICS_FILE).exists():
@@ -286,7 +282,6 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
             error = str(fault)
     summary = summary or {}
     status = summary.get("status") or ("failed" if error else "unfinished")
-    composed = composed if isinstance(composed, dict) else {}
     tokens = _tokens(directory / "probe_tokens.json")
     return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows, tokens)
 

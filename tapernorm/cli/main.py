@@ -145,9 +145,9 @@ def benchmark(tree: DictConfig) -> None:
         shape = [item for item in HydraConfig.get().overrides.task if item.startswith("model")]
         if config.checkpoint and shape:
             raise ConfigError(f"{shape[0]}: the checkpoint brings its own shape; leave it out, or checkpoint=...")
-        from tapernorm.bench import programs
+        from tapernorm.bench import benchmark as bench
 
-        programs.benchmark(config)
+        bench.benchmark(config)
 
 
 def export_hf(tree: DictConfig) -> None:

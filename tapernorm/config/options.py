@@ -145,6 +145,9 @@ class FoldedNormConfig:
 AnyNormConfig = NormConfig | FoldedNormConfig
 
 
+HOLDING = ("fixed_target", "log_target", "mean_log")  # the anchors that hold the scale at a level
+
+
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class AnchorConfig:
     """The auxiliary scale loss on the residual stream that enters the final norm; acts after k_warmup.

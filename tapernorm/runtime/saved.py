@@ -74,9 +74,7 @@ def load_run(directory: Path) -> Saved:
     # Without it the run was interrupted before the vocabulary was known.
     resolved = read_yaml(resolved_file) if resolved_file.exists() else composed
     # Built anew, so that a key which an older version did not have has its default.
-    resolved = to_dict(resolve(build(resolved)))
-    summary = load_summary(directory)
-    return Saved(directory, composed, resolved, summary)
+    return Saved(directory, composed, to_dict(resolve(build(resolved))), load_summary(directory))
 
 
 def match_key(resolved: Tree) -> str:

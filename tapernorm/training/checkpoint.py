@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,9 +32,11 @@ from tapernorm import git_revision
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, read_yaml, to_dict, write_yaml
-from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import GateSchedule
 from tapernorm.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tapernorm.data.tokenizer import Tokenizer
 
 FORMAT = 1
 # What readers of meta.json rely on; the rest of it is for people.
@@ -309,6 +311,8 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:
     """The model of a checkpoint directory with the gate of its step, its configuration and tokenizer."""
+    from tapernorm.data.tokenizer import Tokenizer  # here, because a training step needs none
+
     meta, config = read_meta(path), resolve(read_config(path))
     model = Decoder(config.model, config.norm)
     load_weights(model, path)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from tapernorm.config.schema import write_text
-from tapernorm.model.generate import generate
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
 from tapernorm.runtime.progress import Progress, clock
@@ -116,6 +115,8 @@ def conclude(run: TrainingRun) -> None:
 
 def write_samples(run: TrainingRun) -> None:
     """Generate texts, say them and write them to samples.txt."""
+    from tapernorm.model.generate import generate  # here, because a training step needs none
+
     trainer, tokenizer, file = run.config.trainer, run.data.tokenizer, run.directory / "samples.txt"
     prompts, length = [[tokenizer.eot]] * trainer.samples, min(trainer.sample_tokens, run.config.model.n_ctx - 1)
     texts: list[str] = []

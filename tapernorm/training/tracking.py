@@ -167,9 +167,7 @@ class Tracker:
                 "allow_val_change": True,  # a resumed run may have changed settings
             },
         }
-        mirror = Mirror(self._say)
-        mirror.send("start", request)
-        mirror.hear("ready", seconds + self.START_SECONDS)
+        mirror = Mirror(request, seconds + self.START_SECONDS, self._say)
         if not mirror.problem:
             self._run_id = run_id
             return mirror
@@ -230,7 +228,7 @@ def account() -> tuple[bool, str]:
 class Mirror:
     """The process that mirrors a run. `problem` says in one line what has ended it; None if nothing has."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, request: dict[str, Any], seconds: float, say: Callable[[str], None]) -> None:
         self.problem: str | None = None
         self._say, self._heard = say, set[str]()
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -246,6 +244,8 @@ class Mirror:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, _messages(self._process.stdout)
+        self.send("start", request)
+        self.hear("ready", seconds)
 
     def send(self, kind: str, content: Any) -> None:
         with suppress(OSError):  # it has ended, as its answers tell
