@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tapernorm.bench import programs as bench
-from tapernorm.bench.programs import Case, Decoding, build_arms, load_base, operators, place, streamed_bytes, verdict
+from tapernorm.bench import benchmark as bench
+from tapernorm.bench.benchmark import Case, verdict
+from tapernorm.bench.decode import Arms, Decoding, build_arms, load_base, operators, place, streamed_bytes
 from tapernorm.bench.timing import Ratio
 from tapernorm.config.options import ModelConfig
 from tapernorm.config.programs import ARMS, BenchmarkConfig
@@ -29,11 +30,11 @@ TINY = BenchmarkConfig(
 
 
 @pytest.fixture(scope="module")
-def arms() -> bench.Arms:
+def arms() -> Arms:
     return build_arms(load_base(TINY), ARMS)
 
 
-def test_arms_that_should_compute_the_same_do(arms: bench.Arms) -> None:
+def test_arms_that_should_compute_the_same_do(arms: Arms) -> None:
     tokens = torch.randint(0, 300, (2, 12))
     logits = {name: model(tokens) for name, model in arms.items()}
     for same in (
@@ -47,7 +48,7 @@ def test_arms_that_should_compute_the_same_do(arms: bench.Arms) -> None:
     assert (logits["baseline"] - logits["internal_taper"]).abs().max() > 1e-2
 
 
-def test_a_folded_model_runs_the_operators_of_a_model_without_norms(arms: bench.Arms) -> None:
+def test_a_folded_model_runs_the_operators_of_a_model_without_norms(arms: Arms) -> None:
     found = {name: operators(model) for name, model in arms.items()}
     assert found["all_taper_folded"] == found["no_norms"]
     one_norm = len(found["internal_taper_folded"]) - len(found["no_norms"])
@@ -56,7 +57,7 @@ def test_a_folded_model_runs_the_operators_of_a_model_without_norms(arms: bench.
     assert found["baseline"] == found["baseline_again"]
 
 
-def test_decoding_continues_the_prompt_as_generate_does(arms: bench.Arms) -> None:
+def test_decoding_continues_the_prompt_as_generate_does(arms: Arms) -> None:
     prompts = torch.randint(0, 300, (3, 8))
     for name, model in arms.items():
         expected = generate(model, prompts, 1 + bench.WARM_STEPS + 4, temperature=0)
@@ -68,7 +69,7 @@ def test_decoding_continues_the_prompt_as_generate_does(arms: bench.Arms) -> Non
         assert decoding.prefill() > 0
 
 
-def test_streamed_bytes_by_hand(arms: bench.Arms) -> None:
+def test_streamed_bytes_by_hand(arms: Arms) -> None:
     blocks = 2 * (3 * 32 * 32 + 32 * 32 + 3 * 32 * 88)
     cached = 2 * 2 * 5 * 10 * 32
     assert streamed_bytes(arms["baseline"], 5, 10) == 4 * (blocks + 300 * 32 + 5 * 32 + cached + 5 * 32)
@@ -107,9 +108,7 @@ def test_the_control_is_the_pair_of_equal_arms_whatever_the_reference_is() -> No
     }
 
 
-def test_a_compiled_step_is_one_graph_that_no_step_compiles_again(
-    arms: bench.Arms, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_step_is_one_graph_that_no_step_compiles_again(arms: Arms, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = partial(
         torch.compile, backend="eager", fullgraph=True
     )  # the tracing alone: generated code takes minutes
@@ -196,7 +195,7 @@ def test_faults_in_one_line(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_decode_the_same(arms: bench.Arms) -> None:
+def test_cuda_graphs_decode_the_same(arms: Arms) -> None:
     device = torch.device("cuda")
     prompts = torch.randint(0, 300, (2, 8), device=device)
     model = place(arms["baseline"], torch.float32, device)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm.config.options import Config, build
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import cache, files, toy
 from tapernorm.data import prepare as data
@@ -157,7 +158,7 @@ def test_P19_threads_do_not_change_the_output(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.timeout(60)
 def test_two_processes_prepare_the_same_at_once(tmp_path: Path) -> None:
     program = (
-        "import sys; from tapernorm.config.options import build; from tapernorm.data.prepare import prepare; "
+        "import sys; from tapernorm.config.resolve import build; from tapernorm.data.prepare import prepare; "
         "p = prepare(build({'cache_dir': sys.argv[1], 'dataset': {'kind': 'toy', 'stories': 3000}, "
         "'tokenizer': {'kind': 'bytes'}})); print(p.train.n_documents, int(p.train.tokens.astype('int64').sum()))"
     )

@@ -255,7 +255,7 @@ def test_a_failing_self_test_is_a_problem_and_a_slow_one_a_warning(monkeypatch: 
 
 def test_the_self_test_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tapernorm.model import fold
-    from tapernorm.training import state as trainer
+    from tapernorm.training import saving, state
 
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a CPU a resumed run is exact
@@ -266,14 +266,14 @@ def test_the_self_test_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_
         with pytest.raises(AssertionError, match="folding changes the logits by"):
             doctor.self_test(tmp_path / "fold")
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.TrainingRun, "seed_dropout", lambda run, step, part: None)
-        restore = trainer.TrainingRun.restore
+        patch.setattr(state.TrainingRun, "seed_dropout", lambda run, step, part: None)
+        restore = saving.restore
 
-        def forgetful(run: trainer.TrainingRun, path: Path) -> None:
+        def forgetful(run: state.TrainingRun, path: Path) -> None:
             restore(run, path)
             run.optimizer.state.clear()
 
-        patch.setattr(trainer.TrainingRun, "restore", forgetful)
+        patch.setattr(saving, "restore", forgetful)
         with pytest.raises(AssertionError, match="the resumed run differs from the uninterrupted one"):
             doctor.self_test(tmp_path / "resume")
 

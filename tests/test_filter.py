@@ -13,8 +13,9 @@ import torch
 
 from tapernorm.analysis.evaluate import evaluate_checkpoint
 from tapernorm.analysis.losses import Losses, document_of
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.data import batches, cache
 from tapernorm.data import prepare as data

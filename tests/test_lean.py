@@ -1,14 +1,17 @@
 """A model without nn.Module around it computes the same, bit for bit, and calls the hooks that are there."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tapernorm.config.options import Config, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import resolve
 from tapernorm.method.gate import Phase
-from tapernorm.model.decoder import Linear, build_model
+from tapernorm.model.decoder import build_model
 from tapernorm.model.fold import fold
 from tapernorm.model.generate import generate
 from tapernorm.model.lean import lean
@@ -51,10 +54,25 @@ def test_the_tensors_are_shared_and_hooks_are_called(tiny: Callable[..., Config]
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_big_products_without_a_gradient_are_the_same_up_to_rounding(bias: bool) -> None:
-    layer, x = Linear(256, 300, bias=bias), torch.randn(2, 3, 256)
+    layer, x = nn.Linear(256, 300, bias=bias), torch.randn(2, 3, 256)
     with torch.no_grad():
-        fast = layer(x)
-        reference = layer.double()(x.double())
+        fast = lean(layer)(x)
+        reference = copy.deepcopy(layer).double()(x.double())
     assert (fast - reference).abs().max() < 1e-5
-    layer.float()(x).sum().backward()
+    lean(layer)(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_tied_head_is_a_big_product_too(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And training's model knows nothing of it."""
+    products: list[tuple[int, ...]] = []
+
+    def onednn(x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> Tensor:
+        products.append(tuple(weight.shape))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr("tapernorm.model.lean.ONEDNN", onednn)
+    model = build_model(resolve(tiny(model={"d_model": 256, "n_layer": 1}), 300)).eval()
+    with torch.inference_mode():
+        assert torch.equal(lean(model)(TOKENS), model(TOKENS))
+    assert products == [(768, 256), (256, 256), (2 * model.config.d_ff, 256), (256, model.config.d_ff), (300, 256)]

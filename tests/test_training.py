@@ -99,8 +99,11 @@ def test_P24_resumed_equals_uninterrupted(
     assert {k: v for k, v in again.items() if k not in timeless} == {
         k: v for k, v in summary.items() if k not in timeless
     }
-    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(set(steps)), "every step exactly once"
+    once, twice = (
+        [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        for directory in (whole, resumed)
+    )
+    assert once == twice == sorted(once), "nothing of a step is there twice"
 
 
 @pytest.mark.parametrize("anchor", ["fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"])
@@ -257,7 +260,7 @@ def test_comparators_train(tmp_path: Path, kind: str) -> None:
 
 
 def _comparator(kind: str) -> Config:
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tests.conftest import TINY, merge
 
     return resolve(build(merge(TINY, {"norm": {"kind": kind}, "optim": {"lr": 1e-3}})))
@@ -360,10 +363,10 @@ def test_tapering_starts_from_a_trained_baseline(tiny: Callable[..., Config], tm
 def test_a_validation_loss_that_is_not_finite_is_a_divergence(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.analysis.evaluate import Evaluation
-    from tapernorm.training import state as trainer
+    from tapernorm.model.evaluate import Evaluation
+    from tapernorm.training import observe
 
-    monkeypatch.setattr(trainer, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
+    monkeypatch.setattr(observe, "evaluate", lambda *arguments: Evaluation(math.inf, 1))
     with pytest.raises(Divergence, match="the validation loss"):
         run(tiny(), tmp_path)
 
@@ -371,12 +374,10 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence(
 def test_failing_samples_do_not_cost_the_result(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tapernorm.training import console
-
     def fails(*arguments: Any, **keys: Any) -> None:
         raise RuntimeError("probability tensor contains inf, nan or element < 0")
 
-    monkeypatch.setattr(console, "generate", fails)
+    monkeypatch.setattr("tapernorm.model.generate.generate", fails)
     assert math.isfinite(run(tiny(trainer={"samples": 2}), tmp_path)["val_loss"])
 
 
@@ -435,7 +436,7 @@ def test_golden_losses(tiny: Callable[..., Config], tmp_path: Path, norm: str, a
 def regenerate() -> None:
     import tempfile
 
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tests.conftest import NORMS, TINY, merge
 
     losses = {}

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,16 +40,13 @@ def ratio(a: Sequence[float], b: Sequence[float], groups: int = 1) -> Ratio:
     draws = (group * size + within).reshape(RESAMPLES, -1)
     ratios = np.median(numerator[draws], axis=1) / np.median(denominator[draws], axis=1)
     value = np.median(numerator) / np.median(denominator)
-    low, high = value * (np.quantile(ratios, [0.025, 0.975]) / value) ** _widening(groups)
+    wider = 1.0
+    if groups > 1:
+        from scipy import stats  # takes most of a second, so only where it is needed
+
+        wider = stats.t.ppf(0.975, groups - 1) / stats.norm.ppf(0.975) * np.sqrt(groups / (groups - 1))
+    low, high = value * (np.quantile(ratios, [0.025, 0.975]) / value) ** wider
     return Ratio(float(value), float(low), float(high))
-
-
-def _widening(groups: int) -> float:
-    if groups == 1:
-        return 1.0
-    from scipy import stats  # takes most of a second, so only where it is needed
-
-    return float(stats.t.ppf(0.975, groups - 1) / stats.norm.ppf(0.975) * np.sqrt(groups / (groups - 1)))
 
 
 def interleave(
@@ -57,10 +55,8 @@ def interleave(
     order: random.Random,
     done: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run every arm once a round, in a new random order each time; an arm returns what it measured.
-
-    `done` is called after each arm.
-    """
+    """Run every arm once a round, in a new random order each time; an arm returns what it measured, then `done` is
+    called."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name in order.sample(list(arms), len(arms)):
@@ -71,18 +67,12 @@ def interleave(
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Wall time of `work`, on a GPU until it has really been done."""
-    synchronize(device)
+    wait = (lambda: None) if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
+    wait()
     start = time.perf_counter()
     work()
-    synchronize(device)
+    wait()
     return time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = 2**28) -> float:

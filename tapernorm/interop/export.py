@@ -40,9 +40,11 @@ from tapernorm.model.decoder import Decoder
 from tapernorm.model.fold import certificate, describe, fold, readers, refuse_open_gates
 from tapernorm.model.hf import HUGE_EPSILON, family_of, open_pretrained, save_stock, to_stock
 from tapernorm.runtime.record import METRICS_FILE, finite, read_metrics
-from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import checkpoint
 
 TEMPLATES = Path(__file__).with_name("exported")
+# Keys of ModelConfig that config.json has too.
+MODEL_KEYS = ("vocab_size", "n_ctx", "n_layer", "d_model", "d_ff", "positions", "rope_theta", "mlp", "dropout", "tied")
 Report = dict[str, Any]
 
 
@@ -54,14 +56,14 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
     out = Path(config.out)
     if out.exists():
         raise ConfigError(f"out={out} exists already; name a new directory")
-    path = checkpoints.find(Path(config.checkpoint), say)
-    model, trained, tokenizer = checkpoints.load_model(path)
+    path = checkpoint.find(Path(config.checkpoint), say)
+    model, trained, tokenizer = checkpoint.load_model(path)
     model.eval()
-    kind = _format(config, model)
+    kind, dtype = _format(config, model), getattr(torch, config.dtype)
     exported: Any
     try:
         refuse_open_gates(model)
-        text, where = _tokens(config, trained, checkpoints.read_meta(path)["data"], say)
+        text, where = _tokens(config, trained, checkpoint.read_meta(path)["data"], say)
         if kind == "tapernorm":
             exported, proof = _norm_free(config, path, model, text)
         else:
@@ -69,13 +71,12 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
     except ConfigError as error:
         raise ConfigError(f"checkpoint {path}: {error}") from None
     proof = finite({"text": where, **proof})
-    dtype = getattr(torch, config.dtype)
-    with checkpoints.as_a_whole(out) as folder:
+    with checkpoint.as_a_whole(out) as folder:
         if kind == "tapernorm":
             _write_norm_free(folder, exported, tokenizer, dtype)
         else:
             save_stock(exported.to(dtype), folder)
-        (folder / "certificate.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
+        _write_json(folder / "certificate.json", proof)
         _write_json(folder / "generation_config.json", _special_ids(tokenizer))
         note = _write_tokenizer(folder, tokenizer, trained.model.n_ctx)
         card = _card(kind, config.dtype, path, model, trained, proof, note)
@@ -88,21 +89,19 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
 
 def _format(config: ExportConfig, model: Decoder) -> str:
     """The stock layout for a baseline that has one, else tapernorm's. Raises ConfigError where these do not fit."""
-    family = family_of(model.config)
-    if config.format == "auto":
-        return family if family and model.norm_config.kind == "standard" and not config.fold_table else "tapernorm"
-    if config.format not in ("tapernorm", family):
-        raise ConfigError(
-            f"format={config.format}: this model is no {config.format}; use format={family or 'tapernorm'}"
-        )
-    if config.fold_table and config.format != "tapernorm":
-        raise ConfigError(f"format={config.format} has no place for a table; use format=tapernorm, or no fold_table")
-    if config.format == "gpt2" and model.norm_config.kind != "standard" and config.dtype == "float16":
+    family, form, baseline = family_of(model.config), config.format, model.norm_config.kind == "standard"
+    if form == "auto":
+        return family if family and baseline and not config.fold_table else "tapernorm"
+    if form not in ("tapernorm", family):
+        raise ConfigError(f"format={form}: this model is no {form}; use format={family or 'tapernorm'}")
+    if config.fold_table and form != "tapernorm":
+        raise ConfigError(f"format={form} has no place for a table; use format=tapernorm, or no fold_table")
+    if form == "gpt2" and not baseline and config.dtype == "float16":
         raise ConfigError(
             f"format=gpt2 dtype=float16: a removed LayerNorm is an epsilon of {HUGE_EPSILON:.2g} there, which float16 "
             "cannot hold; use dtype=float32 or bfloat16, or format=tapernorm"
         )
-    return config.format
+    return form
 
 
 def _tokens(config: ExportConfig, trained: Config, key: str, say: Callable[[str], None]) -> tuple[Tensor, str]:
@@ -114,9 +113,10 @@ def _tokens(config: ExportConfig, trained: Config, key: str, say: Callable[[str]
         windows = data.valid.windows(n_ctx)
         return validation_windows(data.valid.tokens, n_ctx, n_tokens, windows)[0], "validation tokens"
     assert trained.model.vocab_size is not None
-    generator = torch.Generator().manual_seed(0)
-    shape = (n_tokens // n_ctx, n_ctx)
-    return torch.randint(0, trained.model.vocab_size, shape, generator=generator), "random tokens"
+    ids = torch.randint(
+        trained.model.vocab_size, (n_tokens // n_ctx, n_ctx), generator=torch.Generator().manual_seed(0)
+    )
+    return ids, "random tokens"
 
 
 # ------------------------------------------------------------------------------------------------------ the two formats
@@ -159,11 +159,9 @@ def norm_free_config(model: Decoder, dtype: torch.dtype = torch.float32) -> Repo
     layers = dict(model.norms())
     for site, norm in layers.items():
         if type(norm) not in names:
-            raise ConfigError(
-                f"norm {model.norm_config.name}: {type(norm).__name__} at {site} has no Hugging Face form"
-            )
+            kind = type(norm).__name__
+            raise ConfigError(f"norm {model.norm_config.name}: {kind} at {site} has no Hugging Face form")
     gains = {norm.weight is not None for norm in layers.values() if not isinstance(norm, nn.Identity)}
-    model_keys = ("vocab_size", "n_ctx", "n_layer", "d_model", "n_head", "d_ff", "positions", "rope_theta", "mlp")
     return {
         "architectures": ["TapernormForCausalLM"],
         "auto_map": {
@@ -172,9 +170,8 @@ def norm_free_config(model: Decoder, dtype: torch.dtype = torch.float32) -> Repo
         },
         "model_type": "tapernorm",
         "dtype": str(dtype).removeprefix("torch."),
-        **{key: getattr(model.config, key) for key in model_keys},
-        "dropout": model.config.dropout,
-        "tied": model.config.tied,
+        "n_head": model.config.n_head,
+        **{key: getattr(model.config, key) for key in MODEL_KEYS},
         "norms": ["table" if is_table(model.norm_config, site) else names[type(norm)] for site, norm in layers.items()],
         "norm_gain": gains != {False},
         "norm_eps": model.config.norm_eps,
@@ -220,9 +217,8 @@ def _read_norm_free(given: Report) -> Decoder:
     made = {site: bias and not (given["write_biases"] and site != "final") for site, _, bias in named}
     removed = tuple(site for site, norm in zip(made, given["norms"], strict=True) if norm == "none")
     source: NormConfig = (TaperNormConfig if any(made[site] for site in removed) else NoNormConfig)(sites=removed)
-    keys = ("vocab_size", "n_ctx", "n_layer", "d_model", "d_ff", "positions", "rope_theta", "mlp", "dropout", "tied")
     model = ModelConfig(
-        **{key: given[key] for key in keys},
+        **{key: given[key] for key in MODEL_KEYS},
         head_dim=given["d_model"] // given["n_head"],
         biases=given["write_biases"],
         norm_family="layer" if any(made.values()) or "layer" in given["norms"] else "rms",
@@ -261,66 +257,62 @@ def _certified(proof: Report) -> list[str]:
     if "errors" in proof:
         return describe(proof)
     if "max_logit_error" in proof:
-        error, largest = proof["max_logit_error"], proof["max_logit"]
-        return [
-            f"largest error of a logit {error:.2g} (float32, logits up to {largest:.3g}, {proof['tokens']:,} tokens)"
-        ]
+        on = f"float32, logits up to {proof['max_logit']:.3g}, {proof['tokens']:,} tokens"
+        return [f"largest error of a logit {proof['max_logit_error']:.2g} ({on})"]
     return ["the checkpoint was folded without a certificate"]
 
 
 def _validation_loss(path: Path, meta: Report) -> str:
     """Of the checkpoint's step, which is saved before it is validated: so the run's metrics know it."""
-    run_dir = checkpoints.run_directory(path)
+    run_dir = checkpoint.run_directory(path)
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
-    now = next((row.get("val/loss") for row in rows if row["step"] == meta["step"]), None)
-    if now is not None:
-        return f"{now:.4f} nats per token"
-    return (
-        "not measured" if meta.get("val_loss") is None else f"{meta['val_loss']:.4f} nats per token, some steps earlier"
-    )
+    for row in rows:
+        if row["step"] == meta["step"] and row.get("val/loss") is not None:
+            return f"{row['val/loss']:.4f} nats per token"
+    before = meta.get("val_loss")
+    return "not measured" if before is None else f"{before:.4f} nats per token, some steps earlier"
 
 
 def _card(kind: str, dtype: str, path: Path, model: Decoder, trained: Config, proof: Report, note: str) -> str:
-    meta, shape = checkpoints.read_meta(path), trained.model
+    meta, shape = checkpoint.read_meta(path), trained.model
     given = "directory, trust_remote_code=True" if kind == "tapernorm" else "directory"
     start = Path(shape.init).name if Path(shape.init).is_absolute() else shape.init  # a card is for others
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [tapernorm]",
-        "---",
-        f"# {shape.name}, norm {trained.norm.name}",
-        "",
-        "A language model trained with tapernorm (method: arXiv 2602.10408), which tapers normalization layers away.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| validation loss | {_validation_loss(path, meta)} ({trained.dataset.name}) |",
-        f"| trained on | {meta['tokens']:,} tokens, {meta['step']:,} steps, started from {start} |",
-        f"| parameters | {model.n_parameters():,}, stored in {dtype} |",
-        f"| shape | {shape.n_layer} blocks, width {shape.d_model}, {shape.n_head} heads, context {shape.n_ctx} |",
-        f"| block | {shape.positions} positions, {shape.mlp}, biases {shape.biases}, norm family {shape.norm_family} |",
-        f"| norm, anchor, seed | {trained.norm.name}, {trained.anchor.kind}, {trained.seed} |",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f"model = AutoModelForCausalLM.from_pretrained({given})",
-        f"tokenizer = AutoTokenizer.from_pretrained({given})",
-        "```",
-        "",
-        note,
-        "",
-        f"Certificate (certificate.json), on {proof['text']}:",
-        "",
-        *(f"    {line.strip()}" for line in _certified(proof)),
-        "",
-    ]
-    if kind == "gpt2" and trained.norm.kind != "standard":
-        lines += [
-            "This is a **compatibility format**: its LayerNorms stand there without effect, with an epsilon of "
-            f"{HUGE_EPSILON:.3g} (2^60) and gains that undo it. It computes what the norm-free model does, no faster "
-            "than GPT-2, in float32 and bfloat16; float16 cannot hold the epsilon.",
-            "",
-        ]
-    return "\n".join(lines)
+    certified = "\n".join(f"    {line.strip()}" for line in _certified(proof))
+    compatible = COMPATIBLE if kind == "gpt2" and trained.norm.kind != "standard" else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [tapernorm]
+---
+# {shape.name}, norm {trained.norm.name}
+
+A language model trained with tapernorm (method: arXiv 2602.10408), which tapers normalization layers away.
+
+| | |
+|---|---|
+| validation loss | {_validation_loss(path, meta)} ({trained.dataset.name}) |
+| trained on | {meta["tokens"]:,} tokens, {meta["step"]:,} steps, started from {start} |
+| parameters | {model.n_parameters():,}, stored in {dtype} |
+| shape | {shape.n_layer} blocks, width {shape.d_model}, {shape.n_head} heads, context {shape.n_ctx} |
+| block | {shape.positions} positions, {shape.mlp}, biases {shape.biases}, norm family {shape.norm_family} |
+| norm, anchor, seed | {trained.norm.name}, {trained.anchor.kind}, {trained.seed} |
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({given})
+tokenizer = AutoTokenizer.from_pretrained({given})
+```
+
+{note}
+
+Certificate (certificate.json), on {proof["text"]}:
+
+{certified}
+{compatible}"""
+
+
+COMPATIBLE = f"""
+This is a **compatibility format**: its LayerNorms stand there without effect, with an epsilon of {HUGE_EPSILON:.3g} \
+(2^60) and gains that undo it. It computes what the norm-free model does, no faster than GPT-2, in float32 and \
+bfloat16; float16 cannot hold the epsilon.
+"""

@@ -21,7 +21,7 @@ from tapernorm.model.decoder import Angles, Decoder, SwiGLU, rotate
 from tapernorm.model.decoder import Attention as SelfAttention
 from tapernorm.model.fold import fold
 from tapernorm.model.hf import fast_tokenizer, read_tokenizer
-from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import checkpoint
 
 FAMILIES: dict[type, str] = {nn.LayerNorm: "LN", nn.RMSNorm: "RMS"}  # what TransformerLens calls them
 
@@ -78,9 +78,8 @@ def _transformer_lens() -> Any:
     try:
         import transformer_lens.model_bridge.sources.native
     except ImportError as error:
-        raise ConfigError(
-            f"transformer_lens cannot be used ({error}): pip install -c constraints.txt -e '.[lens]'"
-        ) from None
+        how = "pip install -c constraints.txt -e '.[lens]'"
+        raise ConfigError(f"transformer_lens cannot be used ({error}): {how}") from None
     return transformer_lens
 
 
@@ -88,25 +87,26 @@ def _read(path: Path) -> tuple[Decoder, Any]:
     """The model of a directory and transformers' tokenizer of it, None where that would give other ids."""
     if (path / "config.json").is_file():
         return read_exported(path).eval(), read_tokenizer(path)
-    model, _, tokenizer = checkpoints.load_model(checkpoints.find(path))
+    model, _, tokenizer = checkpoint.load_model(checkpoint.find(path))
     return model.eval(), fast_tokenizer(tokenizer)
 
 
 def _normalization_type(model: Decoder) -> str | None:
     """TransformerLens has one type for all sites. Raises ConfigError for norms that have none."""
+    name, kinds = model.norm_config.name, set()
     if model.table is not None:
         raise ConfigError(
-            f"norm {model.norm_config.name}: 0.attn is a table by token id, which TransformerLens has no place for; "
+            f"norm {name}: 0.attn is a table by token id, which TransformerLens has no place for; "
             "take the model without fold_table"
         )
-    layers = {site: norm for site, norm in model.norms() if not isinstance(norm, nn.Identity)}
-    for site, norm in layers.items():
-        if type(norm) not in FAMILIES:
+    for site, norm in model.norms():
+        if type(norm) in FAMILIES:
+            kinds.add(FAMILIES[type(norm)] + ("Pre" if norm.weight is None else ""))
+        elif not isinstance(norm, nn.Identity):
             raise ConfigError(
-                f"norm {model.norm_config.name}: {type(norm).__name__} at {site} is no norm of TransformerLens, "
+                f"norm {name}: {type(norm).__name__} at {site} is no norm of TransformerLens, "
                 "which has LayerNorm, RMSNorm and none"
             )
-    kinds = {FAMILIES[type(norm)] + ("Pre" if norm.weight is None else "") for norm in layers.values()}
     return kinds.pop() if kinds else None
 
 
@@ -134,9 +134,8 @@ def _fill(native: Any, model: Decoder) -> None:
             (layer.mlp.fc_in,), layer.mlp.fc_out = _parts(block.mlp.up, 1), down
     native.ln_out = copy.deepcopy(model.final_norm)
     # A tied head too is a copy: what is done to W_U, such as centering it, is not meant for W_E.
-    native.head = (
-        _linear(model.embed.weight, None) if model.head is None else _linear(model.head.weight, model.head.bias)
-    )
+    head: Any = model.embed if model.head is None else model.head
+    native.head = _linear(head.weight, getattr(head, "bias", None))
 
 
 class Attention(nn.Module):

@@ -26,21 +26,14 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        n_layer: int,
-        n_row: int,
-        n_head: int,
-        n_slot: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        fixed: bool = False,
+        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device, fixed: bool
     ) -> None:
-        self.n_slot, self.fixed = n_slot, fixed
+        """shape: layers, B, H, S, K."""
+        n_layer, n_row, n_head, self.n_slot, head_dim = shape
+        self.fixed = fixed
         # Keys and values of layer i at 2i and 2i + 1. Zeros: a slot that the mask hides must still be finite, for
         # 0 * NaN is NaN.
-        self.store = torch.zeros(2 * n_layer, n_row, n_head, n_slot, head_dim, dtype=dtype, device=device)
+        self.store = torch.zeros(2 * n_layer, n_row, n_head, self.n_slot, head_dim, dtype=dtype, device=device)
         self.layers = [LayerCache(self, index) for index in range(n_layer)]
         self.lengths = torch.zeros(n_row, dtype=torch.int64, device=device)
         self.longest = 0  # of the lengths, known without asking the device

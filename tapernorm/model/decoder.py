@@ -24,8 +24,6 @@ from tapernorm.model.cache import KVCache, LayerCache
 
 Angles = tuple[Tensor, Tensor]  # cos and sin of the positions of a forward
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 def rotary_table(n_ctx: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i/K), each (T, K), the two halves of K alike but for the sign of sin:
@@ -43,32 +41,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: (..., I), (O, I), (O,) -> (..., O).
-
-    A decoding step streams every weight past a few rows, and there the default BLAS of a CPU reads large float32
-    matrices at half the speed of oneDNN, which knows no gradient and no autocast here. All else is F.linear's.
-    """
-    if (
-        min(weight.shape) < 256  # oneDNN's fixed cost, about 15 us a call, is not earned back
-        or not HAS_ONEDNN
-        or torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or weight.dtype is not torch.float32
-        or weight.device.type != "cpu"
-        or torch.is_autocast_enabled("cpu")
-    ):
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-class Linear(nn.Linear):
-    """nn.Linear through `product`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """Causal self-attention: (B, T, D) -> (B, T, D). With `cache`, also to what is in it (and then without dropout).
 
@@ -76,11 +48,11 @@ class Attention(nn.Module):
     `angles` are the rotary tables (cos, sin) of the positions, None where positions are learned.
     """
 
-    def __init__(self, config: ModelConfig, bias: bool = False) -> None:
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
         self.n_head, self.head_dim, self.dropout = config.n_head, config.head_dim, config.dropout
-        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.biases or bias)
-        self.out = Linear(config.d_model, config.d_model, bias=config.biases)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.biases or bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.biases)
 
     def project(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, 3 D): queries, keys, values."""
@@ -96,65 +68,42 @@ class Attention(nn.Module):
     ) -> Tensor:
         projected = self.project(x)
         B, T, D = *projected.shape[:2], projected.shape[2] // 3
-        rate = self.dropout if self.training else 0.0
         heads = projected.view(B, T, 3 * self.n_head, self.head_dim).transpose(1, 2)
         qk, v = heads.split([2 * self.n_head, self.n_head], dim=1)
         if angles is not None:
             qk = rotate(qk, *angles).to(v.dtype)
         q, k = qk.chunk(2, dim=1)  # each (B, H, T, K), as v
         if cache is None:
+            rate = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         else:
             y = cache.attend(q, k, v)
-        y = self.out(y.transpose(1, 2).reshape(B, T, D))
-        return F.dropout(y, rate) if rate else y
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are the halves of one matrix. (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, d_ff: int, bias: bool = False) -> None:
+    def __init__(self, d_model: int, d_ff: int, read_bias: bool, write_bias: bool) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        self.gate_up = Linear(config.d_model, 2 * d_ff, bias=config.biases or bias)
-        self.down = Linear(d_ff, config.d_model, bias=config.biases)
-
-    @property
-    def reader(self) -> Linear:
-        """The projection that reads the norm's output."""
-        return self.gate_up
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=read_bias)
+        self.down = nn.Linear(d_ff, d_model, bias=write_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y = self.down(F.silu(gate) * up)
-        return F.dropout(y, self.dropout) if self.dropout and self.training else y
+        return self.down(F.silu(gate) * up)
 
 
 class GELU(nn.Module):
     """down(gelu(up(x))), gelu(x) = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's. (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, d_ff: int, bias: bool = False) -> None:
+    def __init__(self, d_model: int, d_ff: int, read_bias: bool, write_bias: bool) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        self.up = Linear(config.d_model, d_ff, bias=config.biases or bias)
-        self.down = Linear(d_ff, config.d_model, bias=config.biases)
-
-    @property
-    def reader(self) -> Linear:
-        """The projection that reads the norm's output."""
-        return self.up
+        self.up = nn.Linear(d_model, d_ff, bias=read_bias)
+        self.down = nn.Linear(d_ff, d_model, bias=write_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return F.dropout(y, self.dropout) if self.dropout and self.training else y
-
-
-def build_mlp(config: ModelConfig, bias: bool = False) -> SwiGLU | GELU:
-    """The MLP of a resolved configuration; `bias`: see `norms.needs_bias`."""
-    if config.d_ff is None:
-        raise ValueError("model.d_ff is resolved by tapernorm.config.options.resolve")
-    kind = SwiGLU if config.mlp == "swiglu" else GELU
-    return kind(config, config.d_ff, bias)
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -165,11 +114,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, norm: AnyNormConfig, index: int) -> None:
         super().__init__()
-        self.index = index
-        self.attn_norm = build_norm(norm, config, f"{index}.attn")
-        self.attn = Attention(config, bias=needs_bias(norm, config, f"{index}.attn"))
-        self.mlp_norm = build_norm(norm, config, f"{index}.mlp")
-        self.mlp = build_mlp(config, bias=needs_bias(norm, config, f"{index}.mlp"))
+        assert config.d_ff is not None, "of a resolved configuration"
+        self.dropout, self.sites = config.dropout, (f"{index}.attn", f"{index}.mlp")
+        read_biases = [needs_bias(norm, config, site) for site in self.sites]
+        self.attn_norm = build_norm(norm, config, self.sites[0])
+        self.attn = Attention(config, read_biases[0])
+        self.mlp_norm = build_norm(norm, config, self.sites[1])
+        mlp = {"swiglu": SwiGLU, "gelu": GELU}[config.mlp]
+        self.mlp = mlp(config.d_model, config.d_ff, config.biases or read_biases[1], config.biases)
 
     def forward(
         self,
@@ -179,12 +131,15 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
+        rate = self.dropout if self.training else 0.0
         if taps is not None:
-            taps[f"{self.index}.attn"] = h
-        h = h + self.attn(self.attn_norm(h) if read is None else read, angles, cache)
+            taps[self.sites[0]] = h
+        y = self.attn(self.attn_norm(h) if read is None else read, angles, cache)
+        h = h + (F.dropout(y, rate) if rate else y)
         if taps is not None:
-            taps[f"{self.index}.mlp"] = h
-        return h + self.mlp(self.mlp_norm(h))
+            taps[self.sites[1]] = h
+        y = self.mlp(self.mlp_norm(h))
+        return h + (F.dropout(y, rate) if rate else y)
 
 
 class Decoder(nn.Module):
@@ -202,7 +157,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, norm: AnyNormConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.options.resolve")
+            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
         self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.table = nn.Embedding(config.vocab_size, config.d_model) if is_table(norm, "0.attn") else None
@@ -210,7 +165,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, norm, index) for index in range(config.n_layer))
         self.final_norm = build_norm(norm, config, "final")
         bias = needs_bias(norm, config, "final")
-        self.head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=bias)
+        self.head = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=bias)
         if self.position_embed is None:
             cos, sin = rotary_table(config.n_ctx, config.head_dim, config.rope_theta)
             self.register_buffer("cos", cos, persistent=False)
@@ -255,7 +210,7 @@ class Decoder(nn.Module):
     def readout(self, h: Tensor) -> Tensor:
         """h_L (B, T, D) -> logits (B, T, V)."""
         x = self.final_norm(h)
-        return product(x, self.embed.weight) if self.head is None else self.head(x)
+        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.readout(self.trunk(tokens))
@@ -282,16 +237,8 @@ class Decoder(nn.Module):
             raise ValueError(f"{n_slot} slots: the model has {config.n_ctx} positions")
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        return KVCache(
-            config.n_layer,
-            n_row,
-            config.n_head,
-            n_slot,
-            config.head_dim,
-            dtype=dtype,
-            device=weight.device,
-            fixed=fixed,
-        )
+        shape = config.n_layer, n_row, config.n_head, n_slot, config.head_dim
+        return KVCache(shape, dtype, weight.device, fixed)
 
     def norms(self) -> Iterator[tuple[str, nn.Module]]:
         """(site, norm) in the order of the forward pass."""

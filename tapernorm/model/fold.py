@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 
 from tapernorm.config.options import FoldedNormConfig
@@ -90,13 +89,9 @@ def what_is_left(model: Decoder) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {"removed": [], "table": [], "weightless": [], "not_folded": []}
     for site, layer in model.norms():
-        if is_table(model.norm_config, site):
-            found["table"].append(site)
-        elif isinstance(layer, nn.Identity):
-            found["removed"].append(site)
-        else:
-            folded = is_folded(model.norm_config, model.config, site)
-            found["weightless" if folded else "not_folded"].append(site)
+        folded = "weightless" if is_folded(model.norm_config, model.config, site) else "not_folded"
+        gone = "removed" if isinstance(layer, nn.Identity) else folded
+        found["table" if is_table(model.norm_config, site) else gone].append(site)
     return found
 
 
@@ -104,9 +99,8 @@ def refuse_open_gates(model: Decoder) -> None:
     """Raise ConfigError, one line with gates and sites, for a model that is not tapered to the end."""
     sites: dict[float, list[str]] = {}
     for site, norm in model.gated_norms().items():
-        gate = norm.gate.item()
-        if norm.phase is not Phase.TAPERED or gate > 0:
-            sites.setdefault(gate, []).append(site)
+        if norm.phase is not Phase.TAPERED or norm.gate > 0:
+            sites.setdefault(norm.gate.item(), []).append(site)
     if sites:
         found = "; ".join(f"{gate:.4g} at {', '.join(names)}" for gate, names in sites.items())
         raise ConfigError(f"a model with an open gate cannot be folded (gate {found}); taper it to gate 0 first")
@@ -115,7 +109,8 @@ def refuse_open_gates(model: Decoder) -> None:
 def readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
     """(site, norm, the projection that reads it) in the order of the forward pass."""
     blocks: list[Any] = list(model.blocks)
-    projections = [projection for block in blocks for projection in (block.attn.qkv, block.mlp.reader)]
+    parts = [part for block in blocks for part in (block.attn, block.mlp)]
+    projections = [next(part.children()) for part in parts]  # the first layer of either
     projections.append(model.embed if model.head is None else model.head)
     for (site, norm), projection in zip(model.norms(), projections, strict=True):
         yield site, norm, projection
@@ -123,27 +118,19 @@ def readers(model: Decoder) -> Iterator[tuple[str, nn.Module, Any]]:
 
 def absorb(norm: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """W diag(s) M (out, D) and b + W beta (out,), in float64 on the CPU (which every device's numbers fit into)."""
-
-    def exact(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", torch.float64)
-
-    matrix, shift = exact(weight), torch.zeros(weight.shape[0], dtype=torch.float64)
+    exact: dict[str, Any] = {"device": "cpu", "dtype": torch.float64}
+    matrix, shift = weight.to(**exact), torch.zeros(weight.shape[0], **exact)
     if bias is not None:
-        shift = shift + exact(bias)
+        shift = shift + bias.to(**exact)
     if getattr(norm, "bias", None) is not None:
-        shift = shift + matrix @ exact(norm.bias)
-    if not isinstance(norm, GatedNorm):
-        return matrix * exact(norm.weight), shift
-    matrix = matrix * exact(norm.end_gain())
+        shift = shift + matrix @ norm.bias.to(**exact)
+    matrix = matrix * (norm.end_gain() if isinstance(norm, GatedNorm) else norm.weight).to(**exact)
     if isinstance(norm, LayerForm):
         matrix = matrix - matrix.mean(1, keepdim=True)  # W M: every row loses its mean
     return matrix, shift
 
 
 # --------------------------------------------------------------------------------------------------------- certificate
-
-
-MEASURES = ("max_logit_error", "max_probability_error", "rounding_error")
 
 
 def certificate(unfolded: Decoder, folded: Decoder, tokens: Tensor) -> dict[str, Any]:
@@ -159,22 +146,21 @@ def certificate(unfolded: Decoder, folded: Decoder, tokens: Tensor) -> dict[str,
     pair = [copy.deepcopy(model).to(device, torch.float32).eval() for model in (unfolded, folded)]
     tokens = tokens.to(device)
     before, after = (count_norm_operations(model, tokens[:1]) for model in pair)
+    double = copy.deepcopy(pair[0]).double()
+    doubles = [double, fold(double, gains=folded.norm_config.gains, table=folded.norm_config.table)]
     reference: list[Tensor] = []
     errors: dict[str, dict[str, float]] = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for name, models in {"float64": doubles, "float32": pair, "bfloat16": pair}.items():
         worst = torch.zeros(3, dtype=torch.float64, device=device)
-        models = pair
-        if dtype is torch.float64:
-            double = copy.deepcopy(pair[0]).double()
-            models = [double, fold(double, gains=folded.norm_config.gains, table=folded.norm_config.table)]
         for index, row in enumerate(tokens.split(1)):  # one window at a time: logits in float64 are large
-            with torch.no_grad(), autocast(device, dtype) if dtype is torch.bfloat16 else nullcontext():
+            with torch.no_grad(), autocast(device, torch.bfloat16) if name == "bfloat16" else nullcontext():
                 a, b = (model(row).double() for model in models)
-            if dtype is torch.float64:
+            if name == "float64":
                 reference.append(a.cpu())
             parts = (b - a, torch.softmax(b, -1) - torch.softmax(a, -1), a - reference[index].to(device))
             worst = torch.maximum(worst, torch.stack([part.abs().max() for part in parts]))
-        errors[str(dtype).removeprefix("torch.")] = dict(zip(MEASURES, worst.tolist(), strict=True))
+        measures = ("max_logit_error", "max_probability_error", "rounding_error")
+        errors[name] = dict(zip(measures, worst.tolist(), strict=True))
     return {
         "norm": unfolded.norm_config.name,
         "tokens": tokens.numel(),
@@ -206,6 +192,7 @@ def describe(report: dict[str, Any]) -> list[str]:
     return [*lines, f"  over {report['tokens']:,} tokens, logits up to {report['max_logit']:.3g}"]
 
 
+OPERATOR = type(torch.ops.aten.sqrt.default)  # a graph also calls Python functions, such as getitem
 # Any fused norm and vector norm, whoever's operator; the root or deviation that a hand-written one cannot do without.
 NORM_OPERATION = re.compile(r"norm(?!al)|^r?sqrt_?$|^std")
 
@@ -234,7 +221,7 @@ def _count(graph: Graph, inputs: set[Any] | None) -> int:
             continue
         from_input.add(node)
         if node.op == "call_function":
-            name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
+            name = str(node.target).split(".")[1] if isinstance(node.target, OPERATOR) else ""
             root = name in ("pow", "pow_", "float_power") and node.args[1] in (0.5, -0.5)
             found += bool(NORM_OPERATION.search(name)) or root
     return found

@@ -52,7 +52,7 @@ def generate(
 
     The context limit: see the module. Raises ConfigError, one line, for unusable arguments, and NotFinite.
     """
-    texts: list[list[int]] = prompts.tolist() if isinstance(prompts, Tensor) else [list(ids) for ids in prompts]
+    texts: list[list[int]] = [ids.tolist() if isinstance(ids, Tensor) else list(ids) for ids in prompts]
     _check(texts, model.embed.num_embeddings, max_tokens, temperature, top_k, top_p)
     n_ctx = model.config.n_ctx
     cache = cache and n_ctx > 1  # a window of one token has nothing before it to keep
@@ -146,7 +146,7 @@ def choose(
 def _read(model: Decoder, windows: list[list[int]], cache: KVCache | None) -> Tensor:
     """h_L (B, D) of the last token of each window; an empty cache, if given, then holds the windows."""
     lengths = [len(window) for window in windows]
-    # Padded with a row's own last id, so that nothing foreign is computed in it: weight 0 times NaN would be NaN.
+    # Padded with a row's own last id, so that no other row's NaN gets in: weight 0 times NaN is NaN.
     tokens = torch.tensor([window + window[-1:] * (max(lengths) - len(window)) for window in windows])
     h = model.trunk(tokens.to(model.embed.weight.device), cache=cache)
     if cache is not None and len(set(lengths)) > 1:
@@ -170,14 +170,14 @@ def _crop(model: Decoder, texts: list[list[int]], cache: KVCache) -> None:
 def _check(
     texts: list[list[int]], n_vocab: int, max_tokens: int, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
-    if max_tokens < 0:
-        raise ConfigError(f"max_tokens={max_tokens}: give 0 or more")
-    if not temperature >= 0:
-        raise ConfigError(f"temperature={temperature}: give 0 (greedy) or more")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}: give 1 or more, or null for no limit")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p={top_p}: give a share above 0 and up to 1, or null for no limit")
+    for fits, message in (
+        (max_tokens >= 0, f"max_tokens={max_tokens}: give 0 or more"),
+        (temperature >= 0, f"temperature={temperature}: give 0 (greedy) or more"),
+        (top_k is None or top_k >= 1, f"top_k={top_k}: give 1 or more, or null for no limit"),
+        (top_p is None or 0 < top_p <= 1, f"top_p={top_p}: give a share above 0 and up to 1, or null for no limit"),
+    ):
+        if not fits:
+            raise ConfigError(message)
     for row, text in enumerate(texts):
         if not text:
             raise ConfigError(f"prompt {row} is empty: start with the end-of-text id, as every document does")

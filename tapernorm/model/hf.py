@@ -43,28 +43,48 @@ STOCK: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "rope_scaling": (None,)},
 }
-PREFIX = {"gpt2": "transformer.", "llama": "model."}  # of all names but the head's
-GPT2_BLOCK = {
-    "attn_norm": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
+SHAPE = {  # in the words of ModelConfig and of config.json
+    "n_layer": {"gpt2": "n_layer", "llama": "num_hidden_layers"},
+    "d_model": {"gpt2": "n_embd", "llama": "hidden_size"},
+    "n_head": {"gpt2": "n_head", "llama": "num_attention_heads"},
+    "d_ff": {"gpt2": "n_inner", "llama": "intermediate_size"},
+    "n_ctx": {"gpt2": "n_positions", "llama": "max_position_embeddings"},
+    "vocab_size": {"gpt2": "vocab_size", "llama": "vocab_size"},
+    "norm_eps": {"gpt2": "layer_norm_epsilon", "llama": "rms_norm_eps"},
+    "tied": {"gpt2": "tie_word_embeddings", "llama": "tie_word_embeddings"},
 }
-LLAMA_BLOCK = {
-    "attn_norm": ["input_layernorm"],
-    "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.out": ["self_attn.o_proj"],
-    "mlp_norm": ["post_attention_layernorm"],
-    "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.down": ["mlp.down_proj"],
+DEFAULTS: dict[str, dict[str, Any]] = {  # transformers', of what a config.json may lack
+    "gpt2": {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+}
+PREFIX = {"gpt2": "transformer.", "llama": "model."}  # of all names but the head's
+# Our layers and theirs, which stacked by rows are ours.
+LAYERS = {
+    "gpt2": {
+        "embed": ["wte"],
+        "position_embed": ["wpe"],
+        "blocks.{}.attn_norm": ["h.{}.ln_1"],
+        "blocks.{}.attn.qkv": ["h.{}.attn.c_attn"],
+        "blocks.{}.attn.out": ["h.{}.attn.c_proj"],
+        "blocks.{}.mlp_norm": ["h.{}.ln_2"],
+        "blocks.{}.mlp.up": ["h.{}.mlp.c_fc"],
+        "blocks.{}.mlp.down": ["h.{}.mlp.c_proj"],
+        "final_norm": ["ln_f"],
+    },
+    "llama": {
+        "embed": ["embed_tokens"],
+        "blocks.{}.attn_norm": ["layers.{}.input_layernorm"],
+        "blocks.{}.attn.qkv": [f"layers.{{}}.self_attn.{part}_proj" for part in "qkv"],
+        "blocks.{}.attn.out": ["layers.{}.self_attn.o_proj"],
+        "blocks.{}.mlp_norm": ["layers.{}.post_attention_layernorm"],
+        "blocks.{}.mlp.gate_up": ["layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"],
+        "blocks.{}.mlp.down": ["layers.{}.mlp.down_proj"],
+        "final_norm": ["norm"],
+    },
 }
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")  # masks and tables of older versions
 # LayerNorm's epsilon that leaves (x - mean) / 2^30: a token's variance would have to reach 2^47 to move it by 1e-4.
 HUGE_EPSILON = 2.0**60
-
-Names = dict[str, list[str]]  # of our tensors -> of theirs, which stacked by rows are ours
 
 
 def family_of(config: ModelConfig) -> str | None:
@@ -72,19 +92,14 @@ def family_of(config: ModelConfig) -> str | None:
     return next((name for name, keys in FAMILIES.items() if all(getattr(config, k) == keys[k] for k in keys)), None)
 
 
-def _names(family: str, n_layer: int, tied: bool) -> Names:
-    """Names without the family's prefix."""
-    names: Names = {} if tied else {"head.weight": ["lm_head.weight"]}
-    if family == "gpt2":
-        names |= {"embed.weight": ["wte.weight"], "position_embed.weight": ["wpe.weight"]}
-        pairs = {f"blocks.{i}.{a}": f"h.{i}.{b}" for i in range(n_layer) for a, b in GPT2_BLOCK.items()}
-        for ours, theirs in {**pairs, "final_norm": "ln_f"}.items():
-            names |= {f"{ours}.{kind}": [f"{theirs}.{kind}"] for kind in ("weight", "bias")}
-        return names
-    names |= {"embed.weight": ["embed_tokens.weight"], "final_norm.weight": ["norm.weight"]}
-    for i in range(n_layer):
-        for ours, parts in LLAMA_BLOCK.items():
-            names[f"blocks.{i}.{ours}.weight"] = [f"layers.{i}.{part}.weight" for part in parts]
+def _names(family: str, n_layer: int, tied: bool) -> dict[str, list[str]]:
+    """Names of our tensors, and of theirs without the family's prefix."""
+    names = {} if tied else {"head.weight": ["lm_head.weight"]}
+    for ours, parts in LAYERS[family].items():
+        kinds = ["weight"] if family == "llama" or ours.endswith("embed") else ["weight", "bias"]
+        for index in range(n_layer if "{}" in ours else 1):
+            for kind in kinds:
+                names[f"{ours.format(index)}.{kind}"] = [f"{part.format(index)}.{kind}" for part in parts]
     return names
 
 
@@ -139,16 +154,7 @@ def open_pretrained(where: str) -> Pretrained:
     directory = path if path.is_dir() else _download(where)
     try:
         given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        family = given.get("model_type")
-        if family == "tapernorm":
-            raise ConfigError("a norm-free export, which has no norms left; name the run that it was made from")
-        if family not in FAMILIES:
-            raise ConfigError(f"model_type is {family} there; {' and '.join(FAMILIES)} can be read")
-        for key, allowed in STOCK[family].items():
-            if given.get(key, allowed[0]) not in allowed:
-                raise ConfigError(f"{key} is {given[key]} there; only {allowed[0]} can be read")
-        read = {"gpt2": _gpt2_architecture, "llama": _llama_architecture}[family]
-        return Pretrained(where, directory, family, FAMILIES[family] | read(given))
+        return Pretrained(where, directory, given.get("model_type"), _architecture(given))
     except ConfigError as error:
         raise ConfigError(f"model.init={where}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -156,41 +162,30 @@ def open_pretrained(where: str) -> Pretrained:
         raise ConfigError(f"model.init={where}: its config.json cannot be read ({reason})") from None
 
 
-def _gpt2_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
-    width = given["n_embd"]
-    return {
-        "n_layer": given["n_layer"],
-        "d_model": width,
-        "head_dim": width // given["n_head"],
-        "d_ff": given.get("n_inner") or 4 * width,
-        "n_ctx": given.get("n_positions") or given["n_ctx"],
-        "vocab_size": given["vocab_size"],
-        "norm_eps": given.get("layer_norm_epsilon", 1e-5),
-        "tied": given.get("tie_word_embeddings", True),
-    }
-
-
-def _llama_architecture(given: Mapping[str, Any]) -> dict[str, Any]:
-    width, heads = given["hidden_size"], given["num_attention_heads"]
+def _architecture(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ModelConfig for a config.json. Raises ConfigError where it is not one of ours."""
+    family = given.get("model_type")
+    if family == "tapernorm":
+        raise ConfigError("a norm-free export, which has no norms left; name the run that it was made from")
+    if family not in FAMILIES:
+        raise ConfigError(f"model_type is {family} there; {' and '.join(FAMILIES)} can be read")
     rope = given.get("rope_parameters") or {}
-    for key, value, wanted in (
-        ("num_key_value_heads", given.get("num_key_value_heads"), heads),
-        ("head_dim", given.get("head_dim"), width // heads),
-        ("rope_type", rope.get("rope_type"), "default"),
-    ):
-        if value not in (None, wanted):
-            raise ConfigError(f"{key} is {value} there; only {wanted} can be read")
-    return {
-        "n_layer": given["num_hidden_layers"],
-        "d_model": width,
-        "head_dim": width // heads,
-        "d_ff": given["intermediate_size"],
-        "n_ctx": given["max_position_embeddings"],
-        "vocab_size": given["vocab_size"],
-        "norm_eps": given.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
-        "tied": given.get("tie_word_embeddings", False),
-    }
+    given = DEFAULTS[family] | {"rope_type": rope.get("rope_type")} | dict(given)
+    if "n_ctx" in given:  # of old GPT-2s
+        given.setdefault("n_positions", given["n_ctx"])
+    shape: dict[str, Any] = {ours: given[theirs[family]] for ours, theirs in SHAPE.items()}
+    heads = shape.pop("n_head")
+    shape["head_dim"] = shape["d_model"] // heads
+    shape["d_ff"] = shape["d_ff"] or 4 * shape["d_model"]
+    known = STOCK[family]
+    if family == "llama":
+        shape["rope_theta"] = float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
+        ours = {"num_key_value_heads": heads, "head_dim": shape["head_dim"], "rope_type": "default"}
+        known = known | {key: (value, None) for key, value in ours.items()}
+    for key, allowed in known.items():
+        if given.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"{key} is {given[key]} there; only {allowed[0]} can be read")
+    return FAMILIES[family] | shape
 
 
 def _download(where: str) -> Path:
@@ -240,29 +235,13 @@ def to_llama(model: Decoder) -> Any:
     Raises ConfigError, one line, for a model whose norms are not all RMSNorm with a gain, and where transformers is
     not installed.
     """
-    transformers, config = _transformers(), _stock_config(model, "llama")
+    _check_family(model, "llama")
     for site, norm in model.norms():
         if not isinstance(norm, nn.RMSNorm) or norm.weight is None:
             raise ConfigError(f"norm {model.norm_config.name}: Llama has an RMSNorm with a gain at {site}")
-    llama: Any = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_head,
-            max_position_embeddings=config.n_ctx,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied,
-            attention_bias=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    return _filled(llama, "llama", model, model.state_dict())
+    rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
+    keys = {"num_key_value_heads": model.config.n_head, "rope_parameters": rope, "attention_bias": False}
+    return _stock(model, "llama", keys, model.state_dict())
 
 
 def to_gpt2(model: Decoder) -> Any:
@@ -275,7 +254,7 @@ def to_gpt2(model: Decoder) -> Any:
     with eps = 2^60. GPT-2 has one epsilon for all its LayerNorms, so a model that keeps some has no such form. Raises
     ConfigError, one line, for it, for other norms, and where transformers is not installed.
     """
-    transformers, config = _transformers(), _stock_config(model, "gpt2")
+    _check_family(model, "gpt2")
     state, layers = model.state_dict(), dict(model.norms())
     tapered = [site for site, norm in layers.items() if isinstance(norm, LayerForm) and norm.phase is Phase.TAPERED]
     for site, norm in layers.items():
@@ -287,25 +266,34 @@ def to_gpt2(model: Decoder) -> Any:
                 f"norm {model.norm_config.name}: GPT-2 has LayerNorms with one epsilon, so either none or all of them "
                 f"can be tapered (gate 0, not folded), and {site} does not fit; the tapernorm format takes any"
             )
-    gpt2: Any = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.n_ctx,
-            n_embd=config.d_model,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_inner=config.d_ff,
-            resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.dropout,
-            layer_norm_epsilon=HUGE_EPSILON if tapered else config.norm_eps,
-            tie_word_embeddings=config.tied,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-    return _filled(gpt2, "gpt2", model, state)
+    keys: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.config.dropout)
+    if tapered:
+        keys["layer_norm_epsilon"] = HUGE_EPSILON
+    return _stock(model, "gpt2", keys, state)
+
+
+def _check_family(model: Decoder, family: str) -> None:
+    for key, value in FAMILIES[family].items():
+        own = getattr(model.config, key)
+        if own != value and key != "norm_family":  # which the norms themselves will tell better
+            raise ConfigError(f"model.{key} is {own}; {family} has {value}")
+
+
+def _stock(model: Decoder, family: str, keys: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
+    """transformers' model of our shape with our tensors in it, on our device, in our precision and mode."""
+    transformers, config = _transformers(), model.config
+    shape = {theirs[family]: getattr(config, ours) for ours, theirs in SHAPE.items()}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    stock_config = transformers.AutoConfig.for_model(family, **{**shape, **ends, **keys})
+    stock: Any = transformers.AutoModelForCausalLM.from_config(stock_config)
+    theirs: dict[str, Tensor] = {}
+    for ours, parts in _names(family, config.n_layer, config.tied).items():
+        for part, tensor in zip(parts, state[ours].chunk(len(parts)), strict=True):
+            name = part if part.startswith("lm_head") else PREFIX[family] + part
+            theirs[name] = _turned(family, ours, tensor).detach().clone()
+    theirs.setdefault("lm_head.weight", state["embed.weight"].detach().clone())
+    stock.load_state_dict(theirs, strict=True)
+    return stock.to(model.embed.weight).train(model.training)
 
 
 def save_stock(stock: Any, directory: Path) -> None:
@@ -326,27 +314,6 @@ def _transformers() -> Any:
     except ImportError:
         raise ConfigError("transformers is not installed: pip install 'transformers>=5'") from None
     return transformers
-
-
-def _stock_config(model: Decoder, family: str) -> Any:
-    """The model's configuration, resolved: nothing is null."""
-    for key, value in FAMILIES[family].items():
-        own = getattr(model.config, key)
-        if own != value and key != "norm_family":  # which the norms themselves will tell better
-            raise ConfigError(f"model.{key} is {own}; {family} has {value}")
-    return model.config
-
-
-def _filled(stock: Any, family: str, model: Decoder, state: Mapping[str, Tensor]) -> Any:
-    """The stock model with our tensors in it, on our device, in our precision and mode."""
-    theirs: dict[str, Tensor] = {}
-    for ours, parts in _names(family, model.config.n_layer, model.config.tied).items():
-        for part, tensor in zip(parts, state[ours].chunk(len(parts)), strict=True):
-            name = part if part.startswith("lm_head") else PREFIX[family] + part
-            theirs[name] = _turned(family, ours, tensor).detach().clone()
-    theirs.setdefault("lm_head.weight", state["embed.weight"].detach().clone())
-    stock.load_state_dict(theirs, strict=True)
-    return stock.to(model.embed.weight).train(model.training)
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers

@@ -7,8 +7,8 @@ class TapernormConfig(PretrainedConfig):
     """norms: what is left at each site in the order of the forward pass (attention and MLP of each block, then final):
 
     'none' (the layer is gone), 'rms' or 'layer', with a gain if `norm_gain`; the first may be 'table' (its output is
-    looked up by token id). read_biases: whether the projection that
-    reads the site has a bias. positions: 'rotary' or 'learned'. mlp: 'swiglu' or 'gelu' (tanh form).
+    looked up by token id). read_biases: whether the projection that reads the site has a bias.
+    positions: 'rotary' or 'learned'. mlp: 'swiglu' or 'gelu' (tanh form).
     """
 
     model_type = "tapernorm"
