@@ -13,15 +13,14 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm.cli import main as cli
+from tapernorm.cli.main import evaluate, launch
 from tapernorm.config.programs import EvaluateConfig
-from tapernorm.config.schema import fields_of
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="evaluate")
 def main(tree: DictConfig) -> None:
-    cli.evaluate(tree)
+    evaluate(tree)
 
 
 if __name__ == "__main__":
-    cli.launch(main, description=__doc__, schema=EvaluateConfig, shown=[key for key, _ in fields_of(EvaluateConfig)])
+    launch(main, description=__doc__, schema=EvaluateConfig)

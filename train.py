@@ -11,13 +11,13 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm.cli import main as cli
+from tapernorm.cli.main import launch, train
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(tree: DictConfig) -> float | None:
-    return cli.train(tree)
+    return train(tree)
 
 
 if __name__ == "__main__":
-    cli.launch(main, description=__doc__)
+    launch(main, description=__doc__)

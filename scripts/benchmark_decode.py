@@ -9,16 +9,14 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm.cli import main as cli
+from tapernorm.cli.main import benchmark, launch
 from tapernorm.config.programs import BenchmarkConfig
-from tapernorm.config.schema import all_keys
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")
 def main(tree: DictConfig) -> None:
-    cli.benchmark(tree)
+    benchmark(tree)
 
 
 if __name__ == "__main__":
-    shown = [key for key, _ in all_keys(BenchmarkConfig) if not key.startswith("model.")]
-    cli.launch(main, description=__doc__, schema=BenchmarkConfig, shown=shown)
+    launch(main, description=__doc__, schema=BenchmarkConfig)

@@ -8,15 +8,14 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm.cli import main as cli
+from tapernorm.cli.main import export_hf, launch
 from tapernorm.config.programs import ExportConfig
-from tapernorm.config.schema import all_keys
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="export_hf")
 def main(tree: DictConfig) -> None:
-    cli.export_hf(tree)
+    export_hf(tree)
 
 
 if __name__ == "__main__":
-    cli.launch(main, description=__doc__, schema=ExportConfig, shown=[key for key, _ in all_keys(ExportConfig)])
+    launch(main, description=__doc__, schema=ExportConfig)

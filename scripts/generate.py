@@ -9,15 +9,14 @@ Examples:
 import hydra
 from omegaconf import DictConfig
 
-from tapernorm.cli import main as cli
+from tapernorm.cli.main import generate, launch
 from tapernorm.config.programs import GenerateConfig
-from tapernorm.config.schema import all_keys
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
 def main(tree: DictConfig) -> None:
-    cli.generate(tree)
+    generate(tree)
 
 
 if __name__ == "__main__":
-    cli.launch(main, description=__doc__, schema=GenerateConfig, shown=[key for key, _ in all_keys(GenerateConfig)])
+    launch(main, description=__doc__, schema=GenerateConfig)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tapernorm.analysis.report import last_change, write_report
-from tapernorm.cli import errors as faults
+from tapernorm.cli.errors import stop
 from tapernorm.config.schema import ConfigError
 
 
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 seen = now
                 print(f"{time.strftime('%H:%M:%S')} {write_report(directories, out)}", flush=True)
     except ConfigError as error:
-        faults.stop(str(error))
+        stop(str(error))
     except OSError as error:
-        faults.stop(f"{error.filename or out}: {error.strerror}", status=1)
+        stop(f"{error.filename or out}: {error.strerror}", status=1)
     except KeyboardInterrupt:
         print()
 

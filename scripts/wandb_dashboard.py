@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tapernorm.cli import errors as faults
+from tapernorm.cli.errors import stop
 from tapernorm.config.options import TrackingConfig
 from tapernorm.runtime.record import METRICS
 
@@ -82,7 +82,7 @@ def build(entity: str, project: str, name: str) -> Any:
         from wandb_workspaces import workspaces as ws
         from wandb_workspaces.reports import v2 as wr
     except ModuleNotFoundError:
-        faults.stop(f"wandb-workspaces is not installed: {INSTALL}")
+        stop(f"wandb-workspaces is not installed: {INSTALL}")
 
     def panel(title: str, metrics: Sequence[str], log: bool) -> Any:
         if "<site>" in metrics[0]:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.print == "json":
         print(workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=2))
     elif not given.entity:
-        faults.stop("--entity is missing: name the W&B user or team whose project it is, or set WANDB_ENTITY")
+        stop("--entity is missing: name the W&B user or team whose project it is, or set WANDB_ENTITY")
     else:
         save(workspace)
 
@@ -151,9 +151,7 @@ def save(workspace: Any) -> None:
         workspace.save()  # says where
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        faults.stop(
-            f"W&B did not take the workspace ({first}); is a key set (wandb login), the entity right?", status=1
-        )
+        stop(f"W&B did not take the workspace ({first}); is a key set (wandb login), the entity right?", status=1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tapernorm.cli.main import CONFIGS
+from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 import torch
 
-from tapernorm.cli import run as runs
-from tapernorm.cli.main import CONFIGS
+from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
-from tapernorm.runtime.record import read_metrics
+from tapernorm.runtime.log import append_log, open_log
+from tapernorm.runtime.record import read_metrics, write_summary
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import console, loop
 from tapernorm.training.state import TrainingRun
@@ -112,7 +112,7 @@ def summary_of(directory: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- stopping
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGXCPU", "SIGQUIT"])
 def test_P03_a_signal_saves_and_the_same_command_goes_on(
     train: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -141,6 +141,17 @@ def test_P03_a_signal_stops_a_sweep_and_the_same_command_goes_on(
     assert_equals(finished, first)
 
 
+def test_a_closed_terminal_does_not_stop_what_nohup_has_started(
+    train: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(monkeypatch, 8, lambda: signal.raise_signal(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train("run_dir=run")[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_ctrl_c_stops_at_once(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -165,7 +176,7 @@ def test_a_schedulers_repeated_signal_does_not_cut_the_save_short(
     assert checkpoints.step_of(checkpoints.find(Path("run"))) == 8
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_during_the_preparation_ends_it_as_ctrl_c_does(
     train: Command, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -182,7 +193,7 @@ def test_P03_a_start_killed_before_it_wrote_anything_can_be_repeated(train: Comm
 
 def test_P02_who_loses_the_race_for_a_directory_leaves_the_winners_files(train: Command) -> None:
     Path("run/.hydra").mkdir(parents=True)
-    with runs.open_log(Path("run")):
+    with open_log(Path("run")):
         status, _, err = train("run_dir=run")
     assert status == 2 and "in use by another process" in err and Path("run/run.log").exists()
 
@@ -244,14 +255,14 @@ def test_a_finished_run_that_cannot_be_made_longer_keeps_its_results(
 def test_a_log_that_cannot_be_written_costs_no_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with runs.open_log(tmp_path) as say:
+    with open_log(tmp_path) as say:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
             for line in ("one", "two", "three"):
                 say(line)
-            runs.append_log(tmp_path, "a traceback")
-            runs.write_summary(tmp_path, {"status": "failed"})
+            append_log(tmp_path, "a traceback")
+            write_summary(tmp_path, {"status": "failed"})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     out = capsys.readouterr().out.splitlines()

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tapernorm.cli import errors as faults
+from tapernorm.cli import errors
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.training import checkpoint as checkpoints
@@ -224,6 +224,6 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(checkpoints, "checksum", refuse)
     with pytest.raises(PermissionError):
         checkpoints.latest(a_run)
-    with pytest.raises(SystemExit) as stop, faults.in_one_line():
+    with pytest.raises(SystemExit) as stop, errors.in_one_line():
         checkpoints.latest(a_run)
     assert stop.value.code == 2

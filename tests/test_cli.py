@@ -15,15 +15,16 @@ import yaml
 from filelock import FileLock
 
 from tapernorm import training
-from tapernorm.cli import errors as faults
-from tapernorm.cli import main as cli
-from tapernorm.cli import run, sweep
+from tapernorm.cli import errors, jobs, run
+from tapernorm.cli.composition import HELP_KEYS
+from tapernorm.cli.errors import CONFIGS
 from tapernorm.cli.resume import claim
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
+from tapernorm.config.schema import ConfigError, all_keys, to_dict, write_yaml
 from tapernorm.runtime.log import in_use, open_log
 
-ROOT = cli.CONFIGS.parent
+ROOT = CONFIGS.parent
 
 
 class Trainer:
@@ -47,7 +48,7 @@ class Trainer:
         self.calls.append((config, directory, checkpoint))
         self.fail(config)
         config = resolve(config, 512)
-        run.write_yaml(directory / "config.yaml", cli.to_dict(config))
+        write_yaml(directory / "config.yaml", to_dict(config))
         (directory / "checkpoints" / f"step-{config.trainer.max_steps:08d}").mkdir(parents=True, exist_ok=True)
         say("trained")
         loss = 3.0 + 0.1 * config.seed + (0.03 if config.norm.kind == "taper" else 0.0)
@@ -67,7 +68,7 @@ def trainer(monkeypatch, tmp_path):
         monkeypatch.setattr(training, name, module, raising=False)
     # Reports have tests of their own, and cost a second a time.
     monkeypatch.setattr(run, "write_page", lambda directory, summary, say: None)
-    monkeypatch.setattr(sweep, "write_report", lambda directory: None)
+    monkeypatch.setattr(jobs, "write_report", lambda directory: None)
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -134,7 +135,7 @@ def test_P05_P08_faults_are_one_line_before_anything_exists(launch, trainer, arg
 
 
 def test_tracebacks_are_there_for_who_asks(launch, monkeypatch):
-    monkeypatch.setattr(faults, "WANTS_TRACEBACKS", True)
+    monkeypatch.setattr(errors, "WANTS_TRACEBACKS", True)
     with pytest.raises(Exception, match="Could not override"):
         launch("optim.learning_rat=1")
 
@@ -280,7 +281,7 @@ def test_help(launch):
         "dataset.train=???",
     ):
         assert text in out
-    assert all(key in dict(cli.all_keys(Config)) for key in cli.HELP_KEYS)
+    assert all(key in dict(all_keys(Config)) for key in HELP_KEYS)
 
 
 # ---------------------------------------------------------------------------------------------------------- exit status
@@ -317,7 +318,7 @@ def test_P31_a_divergence_is_told_and_fails_only_where_it_should_not_happen(laun
 
 
 def test_P28_faults_of_device_or_data_take_the_directory_away_again(launch, trainer):
-    trainer.fail = stop_with(cli.ConfigError("trainer.device=cuda: torch sees 0 CUDA devices"))
+    trainer.fail = stop_with(ConfigError("trainer.device=cuda: torch sees 0 CUDA devices"))
     status, _, err = launch("trainer.device=cuda")
     assert status == 2 and "trainer.device=cuda" in err and not runs()
     Path("mine").mkdir()
@@ -345,7 +346,7 @@ def test_evaluation_is_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=runs/RUN"])
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(cli.CONFIGS.parent / "evaluate.py"), run_name="__main__")
+        runpy.run_path(str(CONFIGS.parent / "evaluate.py"), run_name="__main__")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: evaluate.py is one process (WORLD_SIZE=2); start it without torchrun\n"
 
@@ -359,7 +360,7 @@ def interrupted(launch, trainer):
 
     def stop(config: Config) -> None:
         directory = trainer.calls[-1][1]
-        run.write_yaml(directory / "config.yaml", cli.to_dict(resolve(config, 512)))
+        write_yaml(directory / "config.yaml", to_dict(resolve(config, 512)))
         (directory / "checkpoints" / "step-00000015").mkdir(parents=True)
         raise KeyboardInterrupt
 

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from tapernorm.cli import main as cli
+from tapernorm.cli import composition
 from tapernorm.cli.resume import changes
 from tapernorm.config.options import Config, DatasetConfig, NormConfig, TextDatasetConfig, ToyDatasetConfig
+from tapernorm.config.paths import absolute_paths
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, all_keys, defaults, leaves, to_dict, validate, write_yaml
@@ -21,7 +22,7 @@ from tapernorm.runtime.saved import load_run, match_key
 
 CHOICES = sorted(
     (group.name, str(file.relative_to(group).with_suffix("")))
-    for group in cli.CONFIGS.iterdir()
+    for group in composition.CONFIGS.iterdir()
     for file in group.rglob("*.yaml")
     if group.name != "suite"
 )
@@ -31,13 +32,13 @@ REQUIRED = {"text": ["dataset.train=stories.txt"], "hub": ["dataset.path=owner/n
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra_is_ready():
-    cli.register()
-    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+    composition.register()
+    with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
         yield
 
 
 def composed(*overrides: str, program: str = "train") -> dict:
-    return cli.plain(compose(program, list(overrides)))
+    return composition.plain(compose(program, list(overrides)))
 
 
 # ----------------------------------------------------------------------------------------------------------- YAML files
@@ -54,7 +55,7 @@ def test_every_choice_composes_and_validates(group, choice):
         assert section.name == choice
 
 
-@pytest.mark.parametrize("suite", [file.stem for file in cli.CONFIGS.glob("suite/*.yaml")])
+@pytest.mark.parametrize("suite", [file.stem for file in composition.CONFIGS.glob("suite/*.yaml")])
 def test_every_suite_composes_and_validates(suite):
     config = validate(composed("checkpoint=x", f"suite={suite}", program="evaluate"), EvaluateConfig)
     assert {dataset.name for dataset in config.suite.values()} == set(config.suite)
@@ -76,7 +77,7 @@ def test_the_longest_recipe_stays_within_an_epoch():
 
 
 def test_files_list_only_what_differs():
-    for file in cli.CONFIGS.rglob("*.yaml"):
+    for file in composition.CONFIGS.rglob("*.yaml"):
         assert len(file.read_text().splitlines()) <= 20, file
         assert "_target_" not in file.read_text(), file
 
@@ -121,7 +122,7 @@ def test_precedence_group_experiment_command_line():
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_precedence_group_recipe_experiment_command_line_in_every_experiment(experiment, recipe):
     """Leaf by leaf: the experiment's own file, else the recipe, else the groups; the command line over all of them."""
-    file = cli.CONFIGS / "experiment" / f"{experiment}.yaml"
+    file = composition.CONFIGS / "experiment" / f"{experiment}.yaml"
     own = {key: value for key, value in leaves(yaml.safe_load(file.read_text())) if key != "defaults"}
     own = {key: value for key, value in own.items() if not key.startswith("hydra.")}
     chosen = [entry for entry in yaml.safe_load(file.read_text()).get("defaults", []) if isinstance(entry, dict)]
@@ -133,7 +134,9 @@ def test_precedence_group_recipe_experiment_command_line_in_every_experiment(exp
         *REQUIRED.get(names.get("dataset"), []),
     ]
     tree = dict(leaves(composed(*given)))
-    of_recipe = dict(leaves(yaml.safe_load((cli.CONFIGS / "recipe" / f"{recipe}.yaml").read_text()))) if recipe else {}
+    of_recipe = (
+        dict(leaves(yaml.safe_load((composition.CONFIGS / "recipe" / f"{recipe}.yaml").read_text()))) if recipe else {}
+    )
     groups = [f"{group}={choice}" for group, choice in names.items() if group != "recipe"]
     of_groups = dict(leaves(composed(*groups, *REQUIRED.get(names.get("dataset"), []))))
     for key, value in tree.items():
@@ -319,7 +322,7 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
         "resume": "auto",
         "run_dir": "../elsewhere",
     }
-    found = cli.absolute_paths(tree, tmp_path)
+    found = absolute_paths(tree, tmp_path)
     assert found["dataset"] == {
         "train": [str(tmp_path / "a.txt"), "/b.txt"],
         "valid": None,
@@ -330,22 +333,22 @@ def test_P06_paths_are_those_of_the_launch_directory(tmp_path):
     assert found["runs_dir"] == str(tmp_path / "runs")
     assert found["run_dir"] == str(tmp_path.parent / "elsewhere")
     hub = {"dataset": {"path": "roneneldan/TinyStories"}, "model": {"init": "openai-community/gpt2"}}
-    assert cli.absolute_paths(hub, tmp_path) == hub
+    assert absolute_paths(hub, tmp_path) == hub
     suites = {
         "suite": {"web": {"kind": "hub", "path": "stories"}, "files": {"train": "a.txt", "valid": ["b.txt"]}},
         "dataset": {"kind": "filtered", "source": {"path": "stories"}, "reference": {"path": "owner/name"}},
     }
-    found = cli.absolute_paths(suites, tmp_path)
+    found = absolute_paths(suites, tmp_path)
     assert found["suite"]["web"]["path"] == found["dataset"]["source"]["path"] == str(tmp_path / "stories")
     assert found["suite"]["files"] == {"train": str(tmp_path / "a.txt"), "valid": [str(tmp_path / "b.txt")]}
     assert found["dataset"]["reference"]["path"] == "owner/name"
     (tmp_path / "runs" / "x").mkdir(parents=True)
     models = {"checkpoint": ["openai-community/gpt2", "runs/none", "none"], "baseline": "owner/name"}
-    assert cli.absolute_paths(models, tmp_path) == {
+    assert absolute_paths(models, tmp_path) == {
         "checkpoint": ["openai-community/gpt2", str(tmp_path / "runs/none"), str(tmp_path / "none")],
         "baseline": "owner/name",
     }
-    found = cli.absolute_paths({"model": {"init": "runs/x"}}, tmp_path)
+    found = absolute_paths({"model": {"init": "runs/x"}}, tmp_path)
     assert found == {"model": {"init": str(Path(tmp_path, "runs/x"))}}
 
 

@@ -17,15 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tapernorm.cli import doctor
-from tapernorm.cli.doctor import Finding, Options
+from tapernorm.cli import doctor, findings, machine
+from tapernorm.cli.findings import Check, Options
 from tests.test_security import MARKERS, SECRETS
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "scripts" / "doctor.py")
 
 
-def marks(check: doctor.Check, **options: object) -> list[str]:
+def marks(check: Check, **options: object) -> list[str]:
     return [str(finding) for finding in doctor.run_check(check, Options(**options))]
 
 
@@ -111,11 +111,11 @@ def test_the_exit_status_and_a_file_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = runpy.run_path(SCRIPT)["main"]
-    found = [doctor.ok("a", "b"), doctor.warning("a", "b", "c")]
+    found = [findings.ok("a", "b"), findings.warning("a", "b", "c")]
     monkeypatch.setattr(doctor, "examine", lambda options, show: found)
     assert main([]) == 0
     assert main(["--json", "/nowhere/file"]) == 2
-    found.append(doctor.problem("a", "b", "c"))
+    found.append(findings.problem("a", "b", "c"))
     assert main([]) == 1
     out, err = capsys.readouterr()
     assert out.endswith("1 problems, 1 warnings\n") and err.count("\n") == 1 and "--json /nowhere/file" in err
@@ -125,28 +125,28 @@ def test_the_exit_status_and_a_file_that_cannot_be_written(
 
 
 def test_ranges_of_versions() -> None:
-    assert doctor.fits("omegaconf>=2.3,<2.4", "2.3.1") and not doctor.fits("omegaconf>=2.3,<2.4", "2.4.0")
-    assert doctor.fits("torch>=2.9", "2.13.0+cpu") and not doctor.fits("torch>=2.9", "2.8.1")
-    assert doctor.fits("anything", "0.1") and not doctor.fits("python>=3.11", "3.10.12")
-    python, needed, extras = doctor.requirements()
+    assert machine.fits("omegaconf>=2.3,<2.4", "2.3.1") and not machine.fits("omegaconf>=2.3,<2.4", "2.4.0")
+    assert machine.fits("torch>=2.9", "2.13.0+cpu") and not machine.fits("torch>=2.9", "2.8.1")
+    assert machine.fits("anything", "0.1") and not machine.fits("python>=3.11", "3.10.12")
+    python, needed, extras = machine.requirements()
     assert python == ">=3.11" and any(text.startswith("torch>=") for text in needed)
-    assert doctor.EXTRAS.keys() == extras.keys() - {"test", "dev"}
+    assert machine.EXTRAS.keys() == extras.keys() - {"test", "dev"}
 
 
 def test_which_tapernorm_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}")
-    assert marks(doctor.check_python)[1].startswith("ok       tapernorm: ")
+    assert marks(machine.check_python)[1].startswith("ok       tapernorm: ")
     monkeypatch.delenv("PYTHONPATH")
     for other, mark in ((ROOT, "ok"), (None, "warning"), (tmp_path, "warning")):
-        monkeypatch.setattr(doctor, "installed_root", lambda other=other: other)
-        line = marks(doctor.check_python)[1]
+        monkeypatch.setattr(machine, "installed_root", lambda other=other: other)
+        line = marks(machine.check_python)[1]
         assert line.startswith(f"{mark:<8} tapernorm: ") and (other != tmp_path or str(tmp_path) in line)
 
 
 def test_packages_that_are_missing_or_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["numpy>=99", "there-is-no-such-package>=1", "torch>=2"]
-    monkeypatch.setattr(doctor, "requirements", lambda: (">=3.11", needed, {"joblib": ["numpy<1"]}))
-    lines = marks(doctor.check_packages)
+    monkeypatch.setattr(machine, "requirements", lambda: (">=3.11", needed, {"joblib": ["numpy<1"]}))
+    lines = marks(machine.check_packages)
     assert lines[0].startswith("problem  packages: numpy ") and "is outside numpy>=99; pip install" in lines[0]
     assert lines[1].startswith("problem  packages: there-is-no-such-package is not installed")
     assert lines[2].startswith("ok       packages: 1 within their ranges: torch")
@@ -163,15 +163,15 @@ def test_a_broken_package_is_named_even_if_it_kills_python(monkeypatch: pytest.M
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     names = ["dn_fine", "dn_raises", "dn_kills", "dn_later"]
-    monkeypatch.setattr(doctor, "requirements", lambda: (">=3.11", names, {}))
-    monkeypatch.setattr(doctor, "version_of", lambda name: "1")
-    broken = doctor.broken_modules()
+    monkeypatch.setattr(machine, "requirements", lambda: (">=3.11", names, {}))
+    monkeypatch.setattr(machine, "version_of", lambda name: "1")
+    broken = machine.broken_modules()
     assert broken == {
         "dn_raises": "OSError: libx.so: no such file",
         "dn_kills": f"it ends Python with status {-signal.SIGABRT}",
         "dn_later": "ValueError: ",
     }
-    lines = marks(doctor.check_imports, broken=broken)
+    lines = marks(machine.check_imports, broken=broken)
     assert len(lines) == 3 and lines[1].startswith("problem  imports: dn_kills is installed but broken (it ends Python")
 
 
@@ -180,18 +180,18 @@ def test_storage_that_cannot_be_used_is_a_problem_and_a_full_one_a_warning(
 ) -> None:
     (tmp_path / "file").touch()
     options = {"runs_dir": str(tmp_path / "file" / "runs"), "cache_dir": str(tmp_path / "new")}
-    runs, cache, temp = marks(doctor.check_storage, **options)
+    runs, cache, temp = marks(machine.check_storage, **options)
     assert runs.startswith("problem  runs_dir: ") and "choose another one with runs_dir=..." in runs
     assert cache.startswith("ok       cache_dir: ") and "(will be made)" in cache and temp.startswith("ok       temp: ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    runs, cache, temp = marks(doctor.check_storage, **options)
+    runs, cache, temp = marks(machine.check_storage, **options)
     assert cache.startswith("warning  cache_dir: ") and "0.0 GiB free" in cache and "make room" in cache
 
     def no_fsync(handle: int) -> None:
         raise OSError(5, "no fsync")
 
     monkeypatch.setattr(os, "fsync", no_fsync)
-    runs, cache, temp = marks(doctor.check_storage, **options)
+    runs, cache, temp = marks(machine.check_storage, **options)
     assert cache.startswith("problem  cache_dir: ") and "cannot be used: no fsync" in cache
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -200,21 +200,21 @@ def test_limits_of_memory_threads_files_and_console(monkeypatch: pytest.MonkeyPa
     resource = pytest.importorskip("resource")
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
-    assert marks(doctor.check_limits) == [
+    assert marks(machine.check_limits) == [
         "warning  limits: 256 open files are few for large data sets and W&B; ulimit -n 4096"
     ]
-    monkeypatch.setattr(doctor, "_cgroup", lambda *names: "1073741824\n" if "memory.max" in names else "150000 100000")
-    assert marks(doctor.check_memory)[0].startswith(
+    monkeypatch.setattr(machine, "_cgroup", lambda *names: "1073741824\n" if "memory.max" in names else "150000 100000")
+    assert marks(machine.check_memory)[0].startswith(
         "warning  memory: 1.0 GiB for this process, limited by its cgroup; "
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    assert doctor.cores() == 1.5
+    assert machine.cores() == 1.5
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert marks(doctor.check_device)[1].endswith("more threads than cores are slow: OMP_NUM_THREADS=1")
-    monkeypatch.setattr(doctor, "_cgroup", lambda *names: "max 100000" if "cpu.max" in names else "max")
-    assert doctor.cores() == 8 and "cgroup" not in marks(doctor.check_memory)[0]
+    assert marks(machine.check_device)[1].endswith("more threads than cores are slow: OMP_NUM_THREADS=1")
+    monkeypatch.setattr(machine, "_cgroup", lambda *names: "max 100000" if "cpu.max" in names else "max")
+    assert machine.cores() == 8 and "cgroup" not in marks(machine.check_memory)[0]
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
-    assert marks(doctor.check_console)[0].startswith("warning  console: latin-1 on standard output")
+    assert marks(machine.check_console)[0].startswith("warning  console: latin-1 on standard output")
 
 
 def test_a_driver_without_a_device_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_driver_without_a_device_is_pointed_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    line = marks(doctor.check_device)[0]
+    line = marks(machine.check_device)[0]
     assert line.startswith("warning  device: no CUDA device; auto is ") and "although there is an NVIDIA driver" in line
 
 
@@ -282,35 +282,35 @@ def test_wandb_and_hub_say_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -
     from tapernorm.training import tracking
 
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert marks(doctor.check_wandb) == ["ok       W&B: off (WANDB_MODE=disabled)"]
+    assert marks(machine.check_wandb) == ["ok       W&B: off (WANDB_MODE=disabled)"]
     monkeypatch.setattr(tracking, "account", lambda: (True, "https://server"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert marks(doctor.check_wandb)[0].endswith("tracking.wandb=auto goes offline (WANDB_MODE=offline)")
+    assert marks(machine.check_wandb)[0].endswith("tracking.wandb=auto goes offline (WANDB_MODE=offline)")
     monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr(doctor, "unreachable", lambda address: None)
-    assert marks(doctor.check_wandb)[0].endswith("goes online; https://server answers")
-    assert marks(doctor.check_hub)[0].startswith("ok       hub: ")
+    monkeypatch.setattr(machine, "unreachable", lambda address: None)
+    assert marks(machine.check_wandb)[0].endswith("goes online; https://server answers")
+    assert marks(machine.check_hub)[0].startswith("ok       hub: ")
     monkeypatch.setattr(tracking, "account", lambda: (False, "https://server"))
-    assert marks(doctor.check_wandb) == ["ok       W&B: API key not present; tracking.wandb=auto goes offline"]
+    assert marks(machine.check_wandb) == ["ok       W&B: API key not present; tracking.wandb=auto goes offline"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert marks(doctor.check_hub)[0].endswith("offline by HF_HUB_OFFLINE")
+    assert marks(machine.check_hub)[0].endswith("offline by HF_HUB_OFFLINE")
 
 
 def test_where_gpt2s_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tapernorm.data import tokenizer
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    assert "GPT-2's files are not in" in marks(doctor.check_tokenizer)[0]
+    assert "GPT-2's files are not in" in marks(machine.check_tokenizer)[0]
     for url in tokenizer.GPT2_URLS:
         (tmp_path / tokenizer.hashlib.sha1(url.encode()).hexdigest()).touch()
-    assert marks(doctor.check_tokenizer) == [
+    assert marks(machine.check_tokenizer) == [
         f"ok       tokenizer: GPT-2's files are in {tmp_path} (TIKTOKEN_CACHE_DIR)"
     ]
 
 
 def test_a_check_that_fails_does_not_take_the_others_with_it() -> None:
-    def check_weather(options: Options) -> Iterator[Finding]:
-        yield doctor.ok("weather", "fine")
+    def check_weather(options: Options) -> Iterator[findings.Finding]:
+        yield findings.ok("weather", "fine")
         raise OSError("rain\nand wind")
 
     (finding,) = doctor.run_check(check_weather, Options())
@@ -323,4 +323,4 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "abcdef123")
     monkeypatch.setenv("HOME", "/home/somebody")
     text = "key abcdef123 at https://me:secret@host/a, /home/somebody/x, /home/somebody\nand /home/somebodyelse"
-    assert doctor.redact(text) == "key *** at https://***@host/a, ~/x, ~ and /home/somebodyelse"
+    assert findings.redact(text) == "key *** at https://***@host/a, ~/x, ~ and /home/somebodyelse"

@@ -19,7 +19,7 @@ from scipy.optimize import minimize_scalar
 
 from tapernorm.analysis import measure
 from tapernorm.analysis.evaluate import evaluate_checkpoint
-from tapernorm.cli.main import CONFIGS
+from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config, TextDatasetConfig
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.resolve import resolve

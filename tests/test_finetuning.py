@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from tapernorm.cli import main as cli
+from tapernorm.cli import composition
 from tapernorm.config.options import Config
 from tapernorm.config.programs import ExportConfig
 from tapernorm.config.resolve import build, resolve
@@ -46,9 +46,9 @@ def scaled_down(experiment: str, start: Path) -> Config:
     if (SHARED / "tinystories_valid.txt").is_file():
         text = ["dataset=text", f"dataset.train={SHARED}/tinystories_valid.txt", "dataset.vocab_size=512"]
     given = [f"experiment=gpt2/{experiment}", *" ".join(SCALED_DOWN).split(), *text, f"model.init={start}"]
-    cli.register()
-    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        return build(cli.plain(compose("train", given)))
+    composition.register()
+    with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
+        return build(composition.plain(compose("train", given)))
 
 
 @pytest.fixture(scope="module")

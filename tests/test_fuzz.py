@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import LayerNorm, RMSNorm
 
-from tapernorm.cli import main as cli
+from tapernorm.cli import composition
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.prepare import prepare
@@ -135,8 +135,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra_is_ready() -> Iterator[None]:
-    cli.register()
-    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+    composition.register()
+    with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
         yield
 
 
@@ -148,7 +148,7 @@ def test_any_command_line_trains_or_is_refused_in_one_line() -> None:
     def attempt(overrides: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                config = resolve(build(cli.plain(compose("train", [*FIXED, *overrides]))))
+                config = resolve(build(composition.plain(compose("train", [*FIXED, *overrides]))))
                 summary = train(config, Path(folder), say=lambda line: None)
             except ConfigError as error:
                 outcomes[refused(error)] += 1

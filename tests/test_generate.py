@@ -438,16 +438,19 @@ def test_faults_of_the_command_are_one_line_and_torch_is_not_waited_for(tmp_path
 def test_a_model_without_numbers_is_told_in_one_line(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tapernorm.cli import main as cli
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    from tapernorm.cli import main
 
     def fail(config: GenerateConfig) -> None:
         raise NotFinite("no numbers")
 
     monkeypatch.setattr(continuation, "continue_text", fail)
     settings = SimpleNamespace(runtime=SimpleNamespace(cwd=str(run_dir)))
-    monkeypatch.setattr(cli.HydraConfig, "get", staticmethod(lambda: settings))
+    monkeypatch.setattr(HydraConfig, "get", staticmethod(lambda: settings))
     with pytest.raises(SystemExit, match="1"):
-        cli.generate(cli.OmegaConf.create({"checkpoint": "x"}))
+        main.generate(OmegaConf.create({"checkpoint": "x"}))
     assert capsys.readouterr().err.startswith("error: checkpoint ")
 
 

@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from tapernorm.cli import main as cli
+from tapernorm.cli import composition
 from tapernorm.config.options import Config, OptimConfig
 from tapernorm.config.resolve import build, resolve
 from tapernorm.method.gate import Phase
@@ -60,9 +60,9 @@ def tokens(rows: int = 3, length: int = 32) -> Tensor:
     ],
 )
 def test_sizes_as_published(choice: str, parameters: int) -> None:
-    cli.register()
-    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        config = resolve(build(cli.plain(compose("train", [f"model={choice}", "norm=baseline"]))))
+    composition.register()
+    with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
+        config = resolve(build(composition.plain(compose("train", [f"model={choice}", "norm=baseline"]))))
     with torch.device("meta"):
         model = Decoder(config.model, config.norm)
     assert model.n_parameters() == parameters

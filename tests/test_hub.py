@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hydra import compose, initialize_config_dir
 
-from tapernorm.cli import main as cli
+from tapernorm.cli import composition
 from tapernorm.config.options import Config, HubDatasetConfig
 from tapernorm.config.resolve import build
 from tapernorm.config.schema import ConfigError
@@ -162,9 +162,9 @@ def test_faults_of_the_hub_are_one_line(tmp_path: Path, hub: Callable[..., Hub])
 def test_P17_named_data_sets_without_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_hub_answers", lambda: False)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf_cache")
-    cli.register()
-    with initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        composed = cli.plain(compose("train", [f"dataset={name}", "tokenizer=bytes", f"cache_dir={tmp_path}"]))
+    composition.register()
+    with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
+        composed = composition.plain(compose("train", [f"dataset={name}", "tokenizer=bytes", f"cache_dir={tmp_path}"]))
     with pytest.raises(ConfigError) as caught:
         prepare(build(composed), silent)
     key = "dataset.source.path" if name == "pile_filtered" else "dataset.path"

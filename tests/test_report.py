@@ -20,7 +20,7 @@ import pytest
 
 from tapernorm.analysis import charts, compare, page, report, runs, tables
 from tapernorm.analysis.compare import Comparison
-from tapernorm.cli import run, sweep
+from tapernorm.cli import jobs, run
 from tapernorm.cli.resume import Start
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
@@ -245,7 +245,7 @@ def test_sizes_are_never_mixed(tmp_path: Path) -> None:
 
 
 def test_a_sweeps_table_has_the_same_gaps(three_seeds: Path) -> None:
-    table = {row["job"]: row["gap %"] for row in sweep.rows_of(sweep.Sweep(three_seeds, []))}
+    table = {row["job"]: row["gap %"] for row in jobs.rows_of(jobs.Sweep(three_seeds, []))}
     found = comparison(three_seeds)
     assert {run.name: found.gap(run) for run in found.runs} == table
 
@@ -522,7 +522,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: 
 
 
 def test_a_sweeps_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep.write_report(tmp_path / "nothing")
+    jobs.write_report(tmp_path / "nothing")
     out = capsys.readouterr().out
     assert out.startswith("warning: no report (ConfigError") and out.count("\n") == 1
 

@@ -19,8 +19,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tapernorm.cli import errors as faults
-from tapernorm.cli import main as cli
+from tapernorm.cli import errors, replay
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
@@ -230,7 +229,7 @@ def saved(tmp_path: Path) -> Path:
 
 def check(folder: Path, *arguments: str, name: str | None = "config") -> None:
     named = ["--config-name", name] if name else []
-    cli.check_replayed([str(ROOT / "train.py"), "--config-path", str(folder), *named, *arguments])
+    replay.check_replayed([str(ROOT / "train.py"), "--config-path", str(folder), *named, *arguments])
 
 
 def test_what_we_save_can_be_replayed(saved: Path) -> None:
@@ -240,7 +239,7 @@ def test_what_we_save_can_be_replayed(saved: Path) -> None:
     with pytest.raises(ConfigError, match="add --config-name config"):
         check(saved, name=None)
     check(ROOT / "configs", "norm=dyt", name="train")
-    cli.check_replayed([str(ROOT / "scripts" / "export_hf.py"), "--config-path", "../configs"])
+    replay.check_replayed([str(ROOT / "scripts" / "export_hf.py"), "--config-path", "../configs"])
 
 
 ATTACKS = {
@@ -269,7 +268,7 @@ def test_a_replayed_configuration_cannot_do_more_than_set_keys(saved: Path, mark
     for name in ("config", None):
         with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
             check(saved, name=name)
-        assert "\n" not in faults.explain(caught.value) or attack == "tag"  # `stop` joins the lines
+        assert "\n" not in errors.explain(caught.value) or attack == "tag"  # `stop` joins the lines
     assert not marker.exists()
 
 
@@ -290,11 +289,11 @@ def test_a_replayed_configuration_brings_no_groups(saved: Path, group: str) -> N
     ],
 )
 def test_other_ways_in_are_closed(saved: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr(cli, "CONFIGS", saved)
+    monkeypatch.setattr(replay, "CONFIGS", saved)
     (saved.parent / "elsewhere").mkdir()
     (saved.parent / "elsewhere" / "config.yaml").write_text(ATTACKS["environment"])
     with pytest.raises(ConfigError) as caught:
-        cli.check_replayed([str(ROOT / "train.py"), *arguments])
+        replay.check_replayed([str(ROOT / "train.py"), *arguments])
     one_line(caught.value)
 
 
@@ -303,7 +302,7 @@ def test_what_is_checked_is_what_hydra_reads_beside_a_linked_program(saved: Path
     (saved.parent / "train.py").symlink_to(ROOT / "train.py")
     (saved / "config.yaml").write_text(ATTACKS["environment"])
     with pytest.raises(ConfigError, match="has a section 'hydra'"):
-        cli.check_replayed([str(saved.parent / "train.py"), "--config-path", ".hydra", "--config-name", "config"])
+        replay.check_replayed([str(saved.parent / "train.py"), "--config-path", ".hydra", "--config-name", "config"])
 
 
 @pytest.mark.parametrize("attack", ["callback of a mild class", "tag"])

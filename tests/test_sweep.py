@@ -7,16 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tapernorm.cli import errors as faults
-from tapernorm.cli import main as cli
-from tapernorm.cli import run, sweep
+from tapernorm.cli import errors, sweep
+from tapernorm.cli.jobs import LONGEST_NAME, Labelled, Sweep, job_name, rows_of, sweep_name
 from tapernorm.config.resolve import resolve
+from tapernorm.config.schema import to_dict, write_yaml
 from tapernorm.runtime.record import load_summary, read_metrics, write_summary
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 
@@ -45,9 +47,9 @@ def test_P04_names_need_no_quoting_and_are_unique():
         [f"trainer.{key}=100000" for key in ("max_steps", "batch_size", "val_tokens", "save_interval", "samples")],
         [],
     ]
-    names = [sweep.job_name(items) for items in overrides]
+    names = [job_name(items) for items in overrides]
     assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[\w.+-]+", name) and len(name) <= sweep.LONGEST_NAME for name in names), names
+    assert all(re.fullmatch(r"[\w.+-]+", name) and len(name) <= LONGEST_NAME for name in names), names
     assert names[0] == "norm-baseline_seed-1"
     for name in names:  # a path to one needs no quotes on a command line either
         override = OverridesParser.create().parse_override(f"checkpoint=runs/sweeps/s/{name}")
@@ -64,15 +66,15 @@ def test_P04_a_long_name_tells_what_was_swept(launch, trainer):
         f"norm-{norm}_seed-{seed}" for norm in ("baseline", "dyt") for seed in (0, 1)
     ]
     items = ["norm=dyt", "seed=0", *(f"trainer.key{number}=1" for number in range(20))]
-    assert len({sweep.job_name([*items, last], ["norm", "seed"]) for last in ("a=1", "a=2")}) == 2
+    assert len({job_name([*items, last], ["norm", "seed"]) for last in ("a=1", "a=2")}) == 2
 
 
 def test_names_leave_out_where_and_how_a_job_runs():
     places = ["sweep.name=x", "resume=auto", "tracking=none", "tracking.wandb=offline", "runs_dir=/tmp/x"]
     places += ["cache_dir=c", "trainer.device=cpu", "trainer.progress=none"]
-    assert sweep.job_name(["seed=1", *places]) == "seed-1"
-    assert sweep.sweep_name(["a=1", "b=2", *places]) == sweep.sweep_name(["a=1", "b=2"])
-    assert sweep.sweep_name(["a=1"]) != sweep.sweep_name(["a=2"])
+    assert job_name(["seed=1", *places]) == "seed-1"
+    assert sweep_name(["a=1", "b=2", *places]) == sweep_name(["a=1", "b=2"])
+    assert sweep_name(["a=1"]) != sweep_name(["a=2"])
 
 
 # ------------------------------------------------------------------------------------------------------------- checking
@@ -141,7 +143,7 @@ def test_a_broken_launcher_is_one_line_and_the_table_comes_all_the_same(launch, 
         raise ChildProcessError("a worker\nwas killed")
 
     assert launch("-m", "seed=0", "sweep.name=s")[0] == 0
-    monkeypatch.setattr(sweep, "run_job", killed)
+    monkeypatch.setattr("tapernorm.cli.jobs.run_job", killed)
     status, out, err = launch("-m", "seed=0,1", "sweep.name=s")
     assert status == 1 and err.endswith("\nerror: the launcher failed: ChildProcessError: a worker was killed\n")
     assert "Traceback" not in err
@@ -149,7 +151,7 @@ def test_a_broken_launcher_is_one_line_and_the_table_comes_all_the_same(launch, 
 
 
 def test_a_launcher_that_is_not_installed_says_how_to_get_it():
-    text = faults._unknown_choice("hydra/launcher", "submitit_slurm", ["basic"])
+    text = errors._unknown_choice("hydra/launcher", "submitit_slurm", ["basic"])
     assert "pip install -c constraints.txt -e '.[slurm]'" in text
 
 
@@ -223,14 +225,14 @@ def test_the_table_pairs_by_seed_and_is_never_cut(launch, trainer, monkeypatch):
 
 def test_the_table_has_mismatch_and_best_temperature_where_the_summaries_do(launch, trainer):
     assert launch("-m", "norm=baseline,all_taper", "sweep.name=s")[0] == 0
-    found = sweep.Sweep(Path("runs/sweeps/s"), [])
+    found = Sweep(Path("runs/sweeps/s"), [])
     new = ("loss T*", "drift", "mismatch", "at end")
-    assert {row[key] for row in sweep.rows_of(found) for key in new} == {None}
+    assert {row[key] for row in rows_of(found) for key in new} == {None}
     for name, mismatch in (("baseline", None), ("all_taper", {"gate_0": 0.06, "end": 0.1})):
         directory = found.directory / f"norm-{name}"
         measured = {"mismatch": mismatch, "val_loss_best_temperature": 2.9, "drift": -0.2}
         write_summary(directory, load_summary(directory) | measured)
-    rows = {row["norm"]: [row[key] for key in new] for row in sweep.rows_of(found)}
+    rows = {row["norm"]: [row[key] for key in new] for row in rows_of(found)}
     assert rows == {"baseline": [2.9, -0.2, None, None], "all_taper": [2.9, -0.2, 0.06, 0.1]}
 
 
@@ -279,7 +281,7 @@ def test_P03_the_same_command_goes_on(launch, trainer):
     def stop(config):
         if config.seed == 1:
             directory = trainer.calls[-1][1]
-            run.write_yaml(directory / "config.yaml", cli.to_dict(resolve(config, 512)))
+            write_yaml(directory / "config.yaml", to_dict(resolve(config, 512)))
             (directory / "checkpoints" / "step-00000050").mkdir(parents=True)
             raise KeyboardInterrupt
 
@@ -352,7 +354,7 @@ def test_a_sweep_that_cannot_be_checked_does_not_start(launch, trainer, monkeypa
 def test_a_dry_run_tells_what_earlier_starts_have_left(launch, trainer):
     def fail(config):
         directory = trainer.calls[-1][1]
-        run.write_yaml(directory / "config.yaml", cli.to_dict(resolve(config, 512)))
+        write_yaml(directory / "config.yaml", to_dict(resolve(config, 512)))
         if config.seed > 0:
             (directory / "checkpoints" / "step-00000050").mkdir(parents=True)
         if config.seed == 1:
@@ -439,6 +441,27 @@ def test_P03_a_killed_sweep_goes_on_bit_for_bit(tmp_path):
     weights = "checkpoints/step-00000080/model.safetensors"
     [resumed] = tmp_path.glob(second + weights)
     assert resumed.read_bytes() == (tmp_path / "undisturbed" / weights).read_bytes()
+
+
+def test_lines_of_several_jobs_stay_whole_whichever_thread_prints():
+    written = []
+    stream = Labelled(types.SimpleNamespace(write=written.append, flush=lambda: None), "[job 0] ")
+
+    def speak(name):
+        for number in range(2000):
+            print(name, number, file=stream, flush=True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=speak, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(written) == sorted(f"[job 0] {name} {number}\n" for name in "ab" for number in range(2000))
 
 
 def test_P10_joblib_runs_jobs_in_processes(tmp_path):

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from tapernorm.cli import errors as faults
+from tapernorm.cli.errors import stop
 from tapernorm.config.schema import ConfigError, leaves
 from tapernorm.runtime.record import METRICS, read_metrics
 from tapernorm.runtime.saved import OWN, show, within
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             a, b = [train_at(revision, given.overrides, Path(folder), side) for revision, side in sides]
             return 0 if compare(a, b, given.metrics) else 1
     except ConfigError as error:
-        faults.stop(str(error))
+        stop(str(error))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults of the command line and of configurations, told in one line."""
+"""Errors of the command line, of configurations and of runs, told in one line."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tapernorm.runtime import dist
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
-NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)  # a file of somebody else, a read-only file system
+DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @contextmanager
 def in_one_line(schema: type = Config) -> Iterator[None]:
-    """End the program with one line and status 2 on a fault of composition or configuration raised inside, or a file
+    """End the program with one line and status 2 on an error of composition or configuration raised inside, or a file
     that may not be read or written.
 
     Other exceptions pass, and all of them with HYDRA_FULL_ERROR=1. `schema`: see `explain`.
@@ -47,12 +47,14 @@ def in_one_line(schema: type = Config) -> Iterator[None]:
 def _raised_by_hydra(error: Exception) -> bool:
     """Hydra refuses some command lines with a plain ValueError."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)
-    return isinstance(error, ValueError) and inside
+    return isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)
 
 
-def _not_allowed(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in NOT_ALLOWED and error.filename is not None
+def _not_allowed(error: Exception) -> bool:
+    """A file of somebody else, a read-only file system."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return False
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def stop(text: str, status: int = 2) -> NoReturn:
@@ -62,7 +64,18 @@ def stop(text: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-def explain(error: BaseException, schema: type = Config) -> str:
+def in_words(error: BaseException) -> str:
+    """One line for an error; the type is named unless the text was written to be read alone."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        return text
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{text}; make room, then go on from the last checkpoint" if error.errno in DISK_FULL else text
+    return f"{type(error).__name__}: {text}"
+
+
+def explain(error: Exception, schema: type = Config) -> str:
     """One line for an error of composition: the key or choice at fault and the nearest valid one.
 
     `schema` is the dataclass whose keys are valid.
@@ -70,8 +83,8 @@ def explain(error: BaseException, schema: type = Config) -> str:
     text = str(error)
     if isinstance(error, ConfigError):
         return text
-    if isinstance(error, OSError) and _not_allowed(error):
-        return f"{error.filename}: {error.strerror}"
+    if _not_allowed(error):
+        return in_words(error)
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return _unknown_choice(group, choice, error.options)

@@ -1,9 +1,10 @@
-"""resume"""
+"""Where a run starts: in a new directory, which it claims, or from a saved run and what a command may change of it."""
 
 from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, all_keys, check_known, leaves, read_yaml
+from tapernorm.runtime import dist
 from tapernorm.runtime.log import LOCK_FILE, in_use
 from tapernorm.runtime.record import METRICS_FILE, Tree
 from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, show, within
@@ -51,15 +53,14 @@ def claim(config: Config) -> Path:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir()
+            (directory / ".hydra").mkdir()
+            return directory
         except FileExistsError as error:
             if not directory.is_dir():
                 raise ConfigError(f"runs_dir={config.runs_dir} is not a directory") from error
             number += 1
         except OSError as error:
             raise ConfigError(f"runs_dir={config.runs_dir} cannot be written: {error.strerror}") from None
-        else:
-            claim_directory(directory)
-            return directory
 
 
 def claim_directory(directory: Path) -> bool:
@@ -76,15 +77,11 @@ def claim_directory(directory: Path) -> bool:
     return True
 
 
-def _unclaim(directory: Path) -> None:
+def unclaim(directory: Path) -> None:
     """Take a directory away again in which only our own configuration files are."""
     ours = {".hydra", "config.yaml", "data.json", METRICS_FILE, "run.log", LOCK_FILE, "summary.json"}
     if {path.name for path in directory.iterdir()} <= ours:
-        for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
-            if path.is_file():
-                path.unlink()
-        (directory / ".hydra").rmdir()
-        directory.rmdir()
+        shutil.rmtree(directory)
         with suppress(OSError):  # runs_dir, if this was the first run in it
             directory.parent.rmdir()
 
@@ -106,8 +103,23 @@ def _refuse_folded(tree: Any, what: str) -> None:
         raise ConfigError(f"{what}: a folded model cannot be trained; resume the run that it was folded from")
 
 
+def find_start(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
+    """Check the configuration, then find the run to go on with or claim a directory; a run that is done comes back."""
+    check_keys(composed)
+    if composed.get("resume") in (None, "auto"):
+        config = resolve(build(composed))
+        dist.check(config.trainer)
+        found = _resume_auto(config, composed) if config.resume else None
+        return found or Start(config, composed, claim(config), claimed=True)
+    # The base is the saved configuration; this command's defaults need not fit together.
+    found = _resume(composed, overrides)
+    if isinstance(found, Start):
+        dist.check(found.config.trainer)
+    return found
+
+
 def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
-    """Go on with the run or checkpoint that `resume` names; a run that is done comes back as it is."""
+    """Go on with the run or checkpoint that `resume` names."""
     resume, run_dir = str(composed["resume"]), composed.get("run_dir")
     directory, checkpoint = Path(resume), None
     if directory.parent.name == "checkpoints":
@@ -161,8 +173,8 @@ def go_on(
         return saved
     resolved, kept = copy.deepcopy(saved.resolved), copy.deepcopy(saved.composed)
     for key, _, new in changed:
-        _put(resolved, key, new)
-        _put(kept, key, new)
+        put(resolved, key, new)
+        put(kept, key, new)
     if checkpoint is None:
         from tapernorm.training.checkpoint import latest
 
@@ -212,7 +224,7 @@ def given_keys(overrides: Sequence[str]) -> list[str] | None:
     return keys if all(key in known for key in keys) else None
 
 
-def _put(tree: Tree, key: str, value: Any) -> None:
+def put(tree: Tree, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})

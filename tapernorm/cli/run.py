@@ -1,4 +1,4 @@
-"""A run and its directory: claim it, train, leave a status; or go on with a run that was interrupted.
+"""A run: claim its directory, train, leave a status; or go on with a run that was interrupted.
 
 <run>/.hydra/config.yaml     the composed configuration, derived values still null: what a replay starts from
 <run>/.hydra/overrides.yaml  the command line's overrides
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,14 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tapernorm import git_revision
-from tapernorm.cli import errors as faults
-from tapernorm.cli.resume import Start, _resume, _resume_auto, _unclaim, check_keys, claim
-from tapernorm.config.options import Config
-from tapernorm.config.resolve import build, resolve
-from tapernorm.config.schema import (
-    ConfigError,
-    write_yaml,
-)
+from tapernorm.cli.errors import in_words, stop
+from tapernorm.cli.resume import Start, find_start, unclaim
+from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.runtime import dist
 from tapernorm.runtime.log import InUse, Say, append_log, open_log
 from tapernorm.runtime.record import Tree, load_summary, write_summary
@@ -34,17 +28,12 @@ from tapernorm.runtime.saved import Saved
 from tapernorm.runtime.signals import Stopped
 
 MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to report, not a failure of the run
-
 BEFORE = "summary.json.before"  # the results of a run that is being made longer, until there are new ones
-DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-
-
-# ------------------------------------------------------------------------------------------------------------- running
 
 
 def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     """One run outside a sweep. Raises ConfigError before anything is written, SystemExit(1) if the run failed."""
-    start = dist.decide(lambda: _begin(composed, overrides))
+    start = dist.decide(lambda: find_start(composed, overrides))
     if isinstance(start, Saved):
         print(f"{start.directory} has {start.status}; nothing to do (a larger trainer.max_steps goes on)")
         return start.summary or {}
@@ -54,7 +43,7 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
         raise
     except ConfigError:
         if start.claimed and dist.leads():
-            _unclaim(start.directory)
+            unclaim(start.directory)
         raise
     except KeyboardInterrupt:
         print(f"interrupted; to go on: python train.py resume={start.directory}", flush=True)
@@ -62,27 +51,12 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     log = start.directory / "run.log"
     if summary["status"] == "failed":
         where = f" (traceback in {log})" if log.exists() else ""
-        faults.stop(f"{summary['error']}{where}", status=1)
-    if summary["status"] == "diverged" and start.config.norm.kind not in MAY_DIVERGE:
-        faults.stop(f"{summary['error']} (log in {log})", status=1)
+        stop(f"{summary['error']}{where}", status=1)
     if summary["status"] == "diverged":
+        if start.config.norm.kind not in MAY_DIVERGE:
+            stop(f"{summary['error']} (log in {log})", status=1)
         print(f"diverged, which is this norm's result: {summary['error']}", flush=True)
     return summary
-
-
-def _begin(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
-    """Check the configuration, then find the run to go on with or claim a directory."""
-    check_keys(composed)
-    if composed.get("resume") in (None, "auto"):
-        config = resolve(build(composed))
-        dist.check(config.trainer)
-        found = _resume_auto(config, composed) if config.resume else None
-        return found or Start(config, composed, claim(config), claimed=True)
-    # The base is the saved configuration; this command's defaults need not fit together.
-    found = _resume(composed, overrides)
-    if isinstance(found, Start):
-        dist.check(found.config.trainer)
-    return found
 
 
 def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
@@ -91,13 +65,11 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
     Failures of the training become the status 'failed', with the traceback in run.log. ConfigError (data that cannot
     be prepared) and interruptions are raised again.
     """
-    config, directory = start.config, start.directory
-    began = time.monotonic()
+    directory, began = start.directory, time.monotonic()
     with open_log(directory) as say:
         before = load_summary(directory)
-        replay = {**start.composed, "run_dir": None, "resume": None}  # a replay is a new run
         try:
-            write_yaml(directory / ".hydra" / "config.yaml", replay)
+            write_yaml(directory / ".hydra" / "config.yaml", {**start.composed, "run_dir": None, "resume": None})
             write_yaml(directory / ".hydra" / "overrides.yaml", list(overrides))
             if before:  # renamed, so that a full disk cannot keep it from coming back
                 (directory / "summary.json").replace(directory / BEFORE)
@@ -105,7 +77,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
         for note in start.notes:
             say(note)
-        outcome: Tree = {"status": "interrupted", "error": None}
+        outcome: Tree = {"status": "interrupted"}
         try:
             outcome = _outcome(start, say)
             if outcome["status"] == "interrupted":
@@ -114,9 +86,9 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
             outcome = {"status": "failed", "error": str(error)}
             raise
         except Exception as error:
-            outcome = {"status": "failed", "error": _log_fault(directory, error)}
+            outcome = {"status": "failed", "error": _log_error(directory, error)}
         finally:
-            summary = _summary(config, outcome, time.monotonic() - began)
+            summary = summarize(to_dict(start.config), outcome, time.monotonic() - began)
             kept = summary
             if outcome["status"] == "failed" and before and before["status"] == "finished":
                 kept = before  # a finished run that could not be made longer keeps its results
@@ -126,31 +98,49 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
                 write_summary(directory, kept)
                 with suppress(OSError):
                     (directory / BEFORE).unlink(missing_ok=True)
-        if config.report and outcome["status"] == "failed":
+        if start.config.report and outcome["status"] == "failed":
             write_page(directory, kept, say)
     return summary
 
 
 def follow(start: Start) -> Tree:
     """What `execute` is in the other processes of a run: the same steps, without a word and without a file."""
-    from tapernorm.training import loop
-
     quiet = replace(start.config, trainer=replace(start.config.trainer, progress="none"))
     try:
-        result = loop.train(quiet, start.directory, checkpoint=start.checkpoint)
+        outcome = _outcome(replace(start, config=quiet), say=lambda text: None)
     except ConfigError:
         raise
-    except loop.Interrupted as stop:
-        raise Stopped(stop.signal) from None
-    except loop.Divergence as fault:
-        return {"status": "diverged", "error": str(fault)}
     except Exception as error:
-        return {"status": "failed", "error": _log_fault(start.directory, error)}
+        return {"status": "failed", "error": _log_error(start.directory, error)}
+    if outcome["status"] == "interrupted":
+        raise Stopped(outcome["signal"])
+    return outcome
+
+
+def _outcome(start: Start, say: Say) -> Tree:
+    """Train; status, error and results."""
+    from tapernorm.training import loop  # here, so that errors of the configuration are told before torch is imported
+
+    directory, began = start.directory, time.monotonic()
+
+    def at_end(outcome: Tree) -> Tree:
+        summary = summarize(to_dict(start.config), outcome, time.monotonic() - began)
+        return write_page(directory, summary, say) if start.config.report and dist.leads() else {}
+
+    try:
+        result = loop.train(start.config, directory, checkpoint=start.checkpoint, say=say, at_end=at_end)
+    except loop.Interrupted as stopped:
+        say(str(stopped))
+        return {**stopped.summary, "status": "interrupted", "signal": stopped.signal}
+    except loop.Divergence as error:
+        if dist.leads():
+            append_log(directory, str(error))
+        return {**(error.summary or {}), "status": "diverged", "error": str(error)}
     return {**result, "status": "finished"}
 
 
-def _log_fault(directory: Path, error: Exception) -> str:
-    """The fault that ended the run in one line; its traceback goes to run.log, from the process that it happened in."""
+def _log_error(directory: Path, error: Exception) -> str:
+    """The error that ended the run in one line; its traceback goes to run.log, from the process that it happened in."""
     text, own = dist.blame(in_words(error))
     if own:
         append_log(directory, traceback.format_exc())
@@ -168,70 +158,21 @@ def write_page(directory: Path, summary: Tree, say: Say) -> Tree:
         report.write_page(directory, summary)
         return {"verdict": report.verdict(directory, summary)}
     except Exception as error:
-        say(f"warning: no report.html ({type(error).__name__}: {' '.join(str(error).split())})")
+        say(f"warning: no report.html ({in_words(error)})")
         return {}
 
 
-def _outcome(start: Start, say: Say) -> Tree:
-    from tapernorm.training import loop  # here, so that faults of the configuration are told before torch is imported
-
-    config, directory, began = start.config, start.directory, time.monotonic()
-
-    def at_end(outcome: Tree) -> Tree:
-        summary = _summary(config, outcome, time.monotonic() - began)
-        return write_page(directory, summary, say) if config.report else {}
-
-    try:
-        result = loop.train(config, directory, checkpoint=start.checkpoint, say=say, at_end=at_end)
-    except loop.Interrupted as stop:
-        say(str(stop))
-        return {**stop.summary, "status": "interrupted", "error": None, "signal": stop.signal}
-    except loop.Divergence as fault:
-        append_log(directory, str(fault))
-        return {**(fault.summary or {}), "status": "diverged", "error": str(fault)}
-    return {**result, "status": "finished", "error": None}
-
-
-def _summary(config: Config, outcome: Tree, seconds: float) -> Tree:
-    keys = ("val_loss", "best", "steps", "tokens", "gate", "parameters")
+def summarize(config: Tree, outcome: Tree, seconds: float = 0.0) -> Tree:
+    """What summary.json says; also of a configuration that could not be built."""
+    norm, anchor = (found if isinstance(found := config.get(name), dict) else {} for name in ("norm", "anchor"))
+    keys = ("error", "val_loss", "best", "steps", "tokens", "gate", "parameters")
     return {
         "status": outcome["status"],
         **dict.fromkeys(keys),
-        "norm": config.norm.name,
-        "anchor": config.anchor.kind,
-        "seed": config.seed,
+        "norm": norm.get("name"),
+        "anchor": anchor.get("kind"),
+        "seed": config.get("seed"),
         "seconds": round(seconds, 2),
         "git_revision": git_revision(),
         **outcome,
     }
-
-
-def failed_summary(composed: Tree, error: BaseException) -> Tree:
-    """The summary of a run whose configuration could not even be built."""
-    sections = {key: value if isinstance(value, dict) else {} for key, value in composed.items()}
-    return {
-        "status": "failed",
-        "val_loss": None,
-        "norm": sections.get("norm", {}).get("name"),
-        "anchor": sections.get("anchor", {}).get("kind"),
-        "seed": composed.get("seed"),
-        "git_revision": git_revision(),
-        "error": in_words(error),
-    }
-
-
-def in_words(error: BaseException) -> str:
-    """One line for an error; the type is named unless the text was written to be read alone."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ConfigError):
-        return text
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return f"{text}; make room, then go on from the last checkpoint" if error.errno in DISK_FULL else text
-    return f"{type(error).__name__}: {text}"
-
-
-# --------------------------------------------------------------------------------------------------------- directories
-
-
-# -------------------------------------------------------------------------------------------------------------- resume

@@ -6,6 +6,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+# Sent by schedulers, by a terminal that is closed, at a limit of CPU time, by Ctrl-\\; Windows has SIGTERM alone.
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
+STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+
 
 class Stopped(KeyboardInterrupt):
     """A signal asked to stop; if the run had begun to train, its state is saved."""
@@ -21,11 +25,10 @@ def stop_at_once(number: int, frame: object) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM, SIGUSR1 and SIGUSR2 end the program as Ctrl-C does; the training loop has handlers of its own."""
+    """Let every signal of STOPPING end the program as Ctrl-C does; the training loop has handlers of its own."""
     taken = []
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
-        number = getattr(signal, name, None)  # Windows has no SIGUSR1 and 2
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+    for number in STOPPING:
+        if signal.getsignal(number) is signal.SIG_DFL:  # not where nohup ignores SIGHUP
             with suppress(ValueError):  # not the main thread
                 signal.signal(number, stop_at_once)
                 taken.append(number)

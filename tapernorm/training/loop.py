@@ -13,6 +13,7 @@ from tapernorm.config.options import Config
 from tapernorm.config.resolve import resolve
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast, keep_freed_memory, pick_device
+from tapernorm.runtime.signals import STOPPING
 from tapernorm.training import observe, saving
 from tapernorm.training.console import conclude, introduce
 from tapernorm.training.dynamics import UpdateRatio
@@ -155,7 +156,7 @@ def divergence_told(
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], int]]:
-    """Turn SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 into a request to leave; a second SIGINT stops at once.
+    """Turn SIGINT and the signals of STOPPING into a request to leave; a second SIGINT stops at once.
 
     Yields what gives the signal to leave for after a step, 0 for none, asked once in each: several processes leave
     together. The others stay requests: a scheduler may repeat them while the checkpoint is being written. Of several
@@ -172,8 +173,8 @@ def stop_requests() -> Iterator[Callable[[], int]]:
             signal.signal(number, previous[number])
 
     with suppress(ValueError):  # not the main thread: the caller keeps its handlers
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
-            if number := getattr(signal, name, 0):  # Windows has no SIGUSR1 and 2
+        for number in (signal.SIGINT, *STOPPING):
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 previous[number] = signal.signal(number, request)
     try:
         yield lambda: dist.largest_asked(received)
