@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tapernorm.conversion.handle import convert
+    from tapernorm.conversion.convert import convert
 
 __all__ = ["__version__", "convert", "git_revision"]
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name != "convert":
         raise AttributeError(f"module 'tapernorm' has no attribute {name!r}")
-    from tapernorm.conversion.handle import convert  # not before it is asked for: torch takes a second
+    from tapernorm.conversion.convert import convert  # not before it is asked for: torch takes a second
 
     return convert
 

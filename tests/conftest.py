@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from tapernorm.cli.main import CONFIGS
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 
 TINY: dict[str, Any] = {
     "model": {"name": "tiny", "n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},

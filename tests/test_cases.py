@@ -26,6 +26,7 @@ import torch
 from tapernorm.cli import run as runs
 from tapernorm.cli.main import CONFIGS
 from tapernorm.config.options import Config
+from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import console, loop
 from tapernorm.training.state import TrainingRun
@@ -101,8 +102,7 @@ def assert_equals(finished: Path, directory: Path) -> None:
     """The run came out as the undisturbed one, and tells each step once."""
     assert_same_weights(weights(finished, 30), weights(directory, 30))
     assert rows(finished) == rows(directory)
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+    assert [row["step"] for row in read_metrics(directory)] == list(range(1, 31))
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def test_directories_that_cannot_be_written_are_named(
 
 
 def test_a_full_disk_under_the_cache_is_one_line(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tapernorm.data.prepare._sync", full)
+    monkeypatch.setattr("tapernorm.data.cache.sync", full)
     status, _, err = train("cache_dir=mine")
     assert status == 2 and "cache_dir=" in err and "No space left on device" in err and err.count("\n") == 1
     assert [path.suffix for path in Path("mine").iterdir()] == [".lock"] and not Path("runs").exists()
@@ -444,7 +444,7 @@ def test_P16_a_resume_with_another_model_other_data_or_horizon_is_refused(
 def test_P14_a_learning_rate_that_explodes_is_logged_and_told(train: Command) -> None:
     status, _, err = train("optim.lr=1e30", "optim.warmup_steps=0", "run_dir=run")
     assert status == 1 and err.startswith("error: the loss or its gradient is not finite at step ")
-    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    last = read_metrics(Path("run"))[-1]
     assert last["nonfinite/count"] >= 1 and last["train/loss"] is None
     assert "non-finite values are logged as null" in Path("run/run.log").read_text()
 

@@ -27,7 +27,7 @@ from tests.test_training import assert_same_weights, rows, run, weights
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with checkpoints at steps 8, 16, 24."""
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tests.conftest import NORMS, TINY, merge
 
     directory = tmp_path_factory.mktemp("finished")
@@ -110,7 +110,7 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
     tree["trainer"] |= {"save_interval": 1, "keep_last": 2, "max_steps": 24}
     script = (
         "import json, sys, pathlib\n"
-        "from tapernorm.config.options import build\n"
+        "from tapernorm.config.resolve import build\n"
         "from tapernorm.training.loop import train\n"
         "train(build(json.loads(sys.argv[1])), pathlib.Path(sys.argv[2]))\n"
     )
@@ -130,7 +130,7 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
     process.wait()
     found = checkpoints.latest(directory)
     assert found is not None and checkpoints.step_of(found) >= 4
-    from tapernorm.config.options import build
+    from tapernorm.config.resolve import build
 
     train(build(tree), directory, found, say=lambda line: None)
     assert_same_weights(weights(a_run, 24), weights(directory, 24))

@@ -1,6 +1,5 @@
 """The command line: one-line faults before anything is written, directories, paths, replay, resume, exit codes."""
 
-import fcntl
 import json
 import os
 import runpy
@@ -13,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from tapernorm import training
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
 from tapernorm.cli.resume import claim
-from tapernorm.config.options import Config, build, resolve
-from tapernorm.runtime.log import _lock, in_use, open_log
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
+from tapernorm.runtime.log import in_use, open_log
 
 ROOT = cli.CONFIGS.parent
 
@@ -155,7 +156,8 @@ def test_a_run_leaves_its_files_and_nothing_else(launch, trainer):
     (directory,) = runs()
     assert directory.name.endswith("_a-b-c")
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    assert files == {".hydra/config.yaml", ".hydra/overrides.yaml", "config.yaml", "run.log", "summary.json"}
+    ours = {".hydra/config.yaml", ".hydra/overrides.yaml", "config.yaml", "run.lock", "run.log", "summary.json"}
+    assert files == ours
     composed = yaml.safe_load((directory / ".hydra/config.yaml").read_text())
     assert composed["gate"]["k_warmup"] is None and composed["runs_dir"] == str(Path("runs").absolute())
     assert yaml.safe_load((directory / ".hydra/overrides.yaml").read_text()) == ["experiment=smoke", "name=a b/c"]
@@ -195,14 +197,24 @@ def test_P02_an_occupied_run_dir_is_refused(launch):
     assert status == 0 and "has finished; nothing to do" in out
 
 
-def test_who_only_asks_whether_a_run_is_in_use_does_not_stop_it(tmp_path, monkeypatch):
-    (tmp_path / "run.log").touch()
-    with (tmp_path / "run.log").open("r+") as asking:
-        assert _lock(asking.fileno())
-        monkeypatch.setattr(run.time, "sleep", lambda seconds: fcntl.flock(asking, fcntl.LOCK_UN))
-        with open_log(tmp_path):
-            assert in_use(tmp_path)
+def test_who_only_asks_whether_a_run_is_in_use_does_not_stop_it(tmp_path):
+    assert not in_use(tmp_path) and not list(tmp_path.iterdir()), "asking creates nothing"
+    asking = FileLock(tmp_path / "run.lock", thread_local=False)
+    asking.acquire()
+    threading.Timer(0.05, asking.release).start()
+    with open_log(tmp_path):
+        assert in_use(tmp_path)
     assert not in_use(tmp_path)
+
+
+def test_a_killed_run_is_not_in_use(tmp_path):
+    script = (
+        "import os, pathlib; from tapernorm.runtime.log import open_log\n"
+        "with open_log(pathlib.Path.cwd()) as say: say('hello'); os.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment).returncode == -9
+    assert (tmp_path / "run.lock").exists() and not in_use(tmp_path)
 
 
 def test_a_run_in_use_is_left_alone(launch, trainer):

@@ -30,7 +30,9 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 import tapernorm
-from tapernorm.conversion.handle import FITS, Fit, HeldLN, HeldNorm, Tapering, absorb_upstream
+from tapernorm.conversion.fold import absorb_upstream
+from tapernorm.conversion.handle import FITS, Fit, Tapering
+from tapernorm.conversion.layers import HeldLN, HeldNorm
 from tapernorm.conversion.recognise import as_projection, recognise
 from tapernorm.method.anchor import token_scale
 from tapernorm.method.gate import GateSchedule, Phase

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from tapernorm.config.options import Config, build
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build
 from tapernorm.config.schema import ConfigError
+from tapernorm.data import cache, files, toy
 from tapernorm.data import prepare as data
-from tapernorm.data import sources, toy
-from tapernorm.data.prepare import Batches, Prepared, TokenFile, prepare, token_dtype, validation_windows
+from tapernorm.data.batches import Batches, TokenFile, token_dtype, validation_windows
+from tapernorm.data.prepare import Prepared, prepare
 from tapernorm.data.sources import clean
 from tapernorm.data.tokenizer import Tokenizer
 
@@ -128,10 +130,10 @@ def test_a_failing_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build({"dataset": {"kind": "toy", "stories": 5, "valid_stories": 2}, "tokenizer": {"kind": "bytes"}})
     monkeypatch.setenv("TAPERNORM_CACHE", str(tmp_path / "from_environment"))
-    assert data.cache_root(config) == tmp_path / "from_environment"
+    assert cache.root(config) == tmp_path / "from_environment"
     monkeypatch.delenv("TAPERNORM_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert data.cache_root(config) == tmp_path / ".cache/tapernorm"
+    assert cache.root(config) == tmp_path / ".cache/tapernorm"
 
 
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_P19_threads_do_not_change_the_output(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_two_processes_prepare_the_same_at_once(tmp_path: Path) -> None:
     program = (
-        "import sys; from tapernorm.config.options import build; from tapernorm.data.prepare import prepare; "
+        "import sys; from tapernorm.config.resolve import build; from tapernorm.data.prepare import prepare; "
         "p = prepare(build({'cache_dir': sys.argv[1], 'dataset': {'kind': 'toy', 'stories': 3000}, "
         "'tokenizer': {'kind': 'bytes'}})); print(p.train.n_documents, int(p.train.tokens.astype('int64').sum()))"
     )
@@ -173,7 +175,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("".join(json.dumps({"text": toy.story(0, index)}) + "\n" for index in range(4_000)))
     read, encoded, ahead = 0, 0, [0]
 
-    def counted_read(*args: Any) -> Iterator[sources.Raw]:
+    def counted_read(*args: Any) -> Iterator[files.Raw]:
         nonlocal read
         for raw in read_jsonl(*args):
             read += 1
@@ -185,8 +187,8 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         encoded += len(texts)
         return encode_batch(self, texts, threads)
 
-    read_jsonl, encode_batch = sources._read_jsonl, Tokenizer.encode_batch
-    monkeypatch.setattr(sources, "_read_jsonl", counted_read)
+    read_jsonl, encode_batch = files._read_jsonl, Tokenizer.encode_batch
+    monkeypatch.setattr(files, "_read_jsonl", counted_read)
     monkeypatch.setattr(Tokenizer, "encode_batch", counted_encode)
     (tmp_path / "valid.txt").write_text("one\n")
     dataset = {"kind": "text", "train": str(path), "valid": str(tmp_path / "valid.txt")}
@@ -200,7 +202,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_long_preparations_show_their_progress(
     tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data._Progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
     said: list[str] = []
     config = config_for(tmp_path)
     prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)), said.append)

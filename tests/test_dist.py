@@ -177,7 +177,7 @@ def test_P09_two_processes_are_one_run(tmp_path: Path) -> None:
     assert len(list((directory / "wandb").glob("offline-run-*"))) == 1
     for line in ("run directory", "2 processes", "calibrated after step 4", "sample 1:", "finished: validation loss"):
         assert out.count(line) == 1, line
-    steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in read_metrics(directory)]
     assert steps == sorted(set(steps)) and steps[-1] == 30
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["tokens"]) == ("finished", 30, 30 * 4 * 64)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model
 from tapernorm.training.dynamics import first_nonfinite, margin_bound, probe, radial_theory, readout_gradient

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 
-from tapernorm.analysis import evaluate as evaluation
+from tapernorm.analysis import measure
 from tapernorm.analysis.evaluate import evaluate_checkpoint
 from tapernorm.cli.main import CONFIGS
-from tapernorm.config.options import Config, TextDatasetConfig, resolve
+from tapernorm.config.options import Config, TextDatasetConfig
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import resolve
 from tapernorm.config.schema import ConfigError, validate
 from tapernorm.model.decoder import build_model
 from tapernorm.model.evaluate import evaluate, scaled_losses
@@ -464,7 +465,7 @@ def test_a_long_evaluation_shows_its_progress(
 ) -> None:
     measured({"checkpoint": str(byte_run)})
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(evaluation, "LONG", 0.0)
+    monkeypatch.setattr(measure, "LONG", 0.0)
     report = measured({"checkpoint": str(byte_run), "batch_size": 1})
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith(f"window 8/8  100 %  loss {report['loss']:.3f}  ") and "ETA 0:00" in lines[-1]

@@ -14,9 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tapernorm.analysis.evaluate import evaluate_checkpoint, save_folded
-from tapernorm.config.options import build, resolve
+from tapernorm.analysis.evaluate import evaluate_checkpoint
+from tapernorm.analysis.measure import save_folded
 from tapernorm.config.programs import EvaluateConfig, ExportConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.interop.export import _write_norm_free as write_norm_free

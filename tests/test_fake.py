@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.config.sites import removal_order, removal_turns
 from tapernorm.method.anchor import token_scale
@@ -115,7 +116,8 @@ def test_every_gap_is_kept(tiny: Callable[..., Config]) -> None:
 
 def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """From forwards of the saved models on the batches that training took, by hand."""
-    from tapernorm.data.prepare import Batches, prepare
+    from tapernorm.data.batches import Batches
+    from tapernorm.data.prepare import prepare
 
     config = fake(tiny, calibration={"window": 4, "decay": 0.5})
     run(config, tmp_path)

@@ -13,11 +13,14 @@ import torch
 
 from tapernorm.analysis.evaluate import evaluate_checkpoint
 from tapernorm.analysis.losses import Losses, document_of
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.data import batches, cache
 from tapernorm.data import prepare as data
-from tapernorm.data.prepare import Batches, prepare, prepare_valid, reuse, usable_windows, validation_windows
+from tapernorm.data.batches import Batches, usable_windows, validation_windows
+from tapernorm.data.prepare import prepare, prepare_valid, reuse
 from tapernorm.data.tokenizer import Tokenizer
 from tests.test_data import SHARED, needs_shared, write_any
 from tests.test_training import run
@@ -37,7 +40,7 @@ def brute_force(tokens: np.ndarray, n_ctx: int, allowed: np.ndarray) -> list[int
 @pytest.mark.parametrize("scanned", [7, 1 << 24])
 @pytest.mark.parametrize("n_ctx", [1, 4, 10])
 def test_usable_windows_are_those_of_a_search(n_ctx: int, scanned: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "SCANNED", scanned)
+    monkeypatch.setattr(batches, "SCANNED", scanned)
     generator = np.random.default_rng(0)
     for n_tokens in (0, 1, n_ctx, n_ctx + 1, 200, 203):
         for share in (0.0, 0.02, 0.2, 1.0):
@@ -146,7 +149,7 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
     assert from_documents.ids is not None
     first = np.load(from_documents.ids / data.IDS, allow_pickle=False)
     assert first.shape == (from_documents.tokenizer.n_vocab,) and first.dtype == bool
-    report = json.loads((from_documents.ids / data.REPORT).read_text())
+    report = json.loads((from_documents.ids / cache.REPORT).read_text())
     for file in from_documents.ids.iterdir():
         file.unlink()
     from_documents.ids.rmdir()
@@ -155,7 +158,7 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
     again = prepare(config, silent)
     assert again.ids == from_documents.ids and again.key == from_documents.key
     assert np.array_equal(np.load(again.ids / data.IDS), first)  # type: ignore[operator]
-    other = json.loads((again.ids / data.REPORT).read_text())  # type: ignore[operator]
+    other = json.loads((again.ids / cache.REPORT).read_text())  # type: ignore[operator]
     assert (other["ids"], other["train"]["tokens"]) == (report["ids"], report["train"]["tokens"])
 
 

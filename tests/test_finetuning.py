@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 from tapernorm.cli import main as cli
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
 from tapernorm.config.programs import ExportConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.data.prepare import Prepared, prepare
 from tapernorm.interop.export import export
 from tapernorm.model.decoder import build_model

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tapernorm.analysis.evaluate import evaluate_checkpoint
 from tapernorm.cli.resume import check_keys
 from tapernorm.cli.run import run_single
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model

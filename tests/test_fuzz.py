@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import LayerNorm, RMSNorm
 
 from tapernorm.cli import main as cli
-from tapernorm.config.options import build, resolve
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.prepare import prepare
 from tapernorm.method.gate import Phase

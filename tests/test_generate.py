@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tapernorm.cli import continuation
 from tapernorm.cli.continuation import Transcript, continue_text
-from tapernorm.config.options import Config, TokenizerConfig, build, resolve
+from tapernorm.config.options import Config, TokenizerConfig
 from tapernorm.config.programs import GenerateConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import build_tokenizer
 from tapernorm.method.gate import Phase

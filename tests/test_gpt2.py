@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 from tapernorm.cli import main as cli
-from tapernorm.config.options import Config, OptimConfig, build, resolve
+from tapernorm.config.options import Config, OptimConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model
 from tapernorm.model.fold import certificate, fold

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapernorm.config.options import Config, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import Phase

@@ -12,7 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tapernorm.cli import main as cli
-from tapernorm.config.options import Config, HubDatasetConfig, build
+from tapernorm.config.options import Config, HubDatasetConfig
+from tapernorm.config.resolve import build
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import sources
 from tapernorm.data.prepare import Prepared, prepare, prepare_valid

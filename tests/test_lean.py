@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tapernorm.config.options import Config, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import resolve
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import build_model
 from tapernorm.model.fold import fold

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.method.norms import TaperNorm
 from tapernorm.model.decoder import Decoder, build_model

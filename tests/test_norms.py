@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tapernorm.config.options import build, resolve
+from tapernorm.config.resolve import build, resolve
 from tapernorm.method.gate import Phase
 from tapernorm.method.norms import Derf, DyT, TaperLN, TaperNorm
 from tapernorm.model.decoder import build_model

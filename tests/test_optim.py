@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from tapernorm.config.options import Config, ModelConfig, MultipliersConfig, OptimConfig, TaperNormConfig, resolve
+from tapernorm.config.options import Config, ModelConfig, MultipliersConfig, OptimConfig, TaperNormConfig
+from tapernorm.config.resolve import resolve
 from tapernorm.method.anchor import token_scale
 from tapernorm.method.calibration import Calibration
 from tapernorm.method.gate import GateSchedule

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from tapernorm.analysis import report
-from tapernorm.analysis.report import charts, compare, page, runs
-from tapernorm.analysis.report.compare import Comparison
+from tapernorm.analysis import charts, compare, page, report, runs, tables
+from tapernorm.analysis.compare import Comparison
 from tapernorm.cli import run, sweep
 from tapernorm.cli.resume import Start
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import to_dict, write_yaml
 from tapernorm.runtime.record import METRICS, write_summary
 from tapernorm.training.tracking import Tracker
@@ -155,7 +155,7 @@ def test_gaps_are_paired_by_seed(three_seeds: Path) -> None:
     assert [mode.label for mode in found.modes] == ["baseline", "all_taper, no anchor", "all_taper, log_target"]
     free, held = found.modes[1:]
     assert free.values(found.gap) == pytest.approx({0: 1.0, 1: 1.1, 2: 1.2})
-    table = compare.statistics_table(found, "tiny").rows
+    table = tables.statistics_table(found, "tiny").rows
     assert table[0][6] == "reference"
     assert table[1][4:7] == ("+1.10 (+0.85 to +1.35)", "+1.00, +1.10, +1.20", "above baseline")  # 1.1 ± 4.303 * 0.1/√3
     assert table[2][6] == compare.UNDECIDED
@@ -169,11 +169,11 @@ def test_a_missing_seed_is_left_out_of_the_pairs_and_named(three_seeds: Path) ->
     assert found.modes[1].values(found.gap) == pytest.approx({0: 1.0, 2: 1.2})
     told = list(compare.uncounted(found))
     assert "baseline (tiny): no run of seed 1" in told
-    assert compare.statistics_table(found, "tiny").rows[1][4].endswith("; n = 2)")
+    assert tables.statistics_table(found, "tiny").rows[1][4].endswith("; n = 2)")
     assert "all_taper, log_target (tiny): no run of seed 2" in told
     pairs = {(pair.first.label, pair.second.label): pair for pair in compare.pairs(found)}
     assert sorted(pairs[("all_taper, log_target", "baseline")].gaps) == [0]
-    assert compare.conclusion(pairs[("all_taper, log_target", "baseline")]) == "one pair: no interval"
+    assert pairs[("all_taper, log_target", "baseline")].conclusion == "one pair: no interval"
 
 
 def test_failed_and_unfinished_runs_are_shown_and_counted_nowhere(three_seeds: Path) -> None:
@@ -188,17 +188,17 @@ def test_failed_and_unfinished_runs_are_shown_and_counted_nowhere(three_seeds: P
     assert "all_taper, no anchor (tiny), seed 3: diverged at step 20: the loss is not finite (dead)" in told
     assert "all_taper, no anchor (tiny), seed 4: unfinished at step 20, last metric 0:0" in told
     assert "second run of this seed, shown but not counted" in told
-    assert {row[2] for row in compare.runs_table(found).rows} == {"finished", "diverged", "unfinished"}
-    assert compare.mode_verdict(free) == ("chasing", "chases logits, 3 of 6")
+    assert {row[2] for row in tables.runs_table(found).rows} == {"finished", "diverged", "unfinished"}
+    assert free.verdict == ("chasing", "chases logits, 3 of 6")
 
 
 def test_one_seed_has_a_gap_but_no_interval(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b", "internal_taper", loss=3.03)
     found = comparison(tmp_path)
-    row = compare.statistics_table(found, "tiny").rows[1]
+    row = tables.statistics_table(found, "tiny").rows[1]
     assert row[4] == "+1.00" and row[6] == "one seed: no interval"
-    assert "no outlier can be told" in compare.statistics_table(found, "tiny").note
+    assert "no outlier can be told" in tables.statistics_table(found, "tiny").note
 
 
 def test_outliers_are_marked_and_counted(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_outliers_are_marked_and_counted(tmp_path: Path) -> None:
         make(tmp_path / f"base-{seed}", seed=seed)
         make(tmp_path / f"taper-{seed}", "internal_taper", seed, loss=3.9 if seed == 4 else 3.03 + 0.001 * seed)
     found = comparison(tmp_path)
-    row = compare.statistics_table(found, "tiny").rows[1]
+    row = tables.statistics_table(found, "tiny").rows[1]
     assert row[1] == "6" and row[5].split(", ")[4] == "+30.00*" and row[5].count("*") == 1
     with (report.write_report([tmp_path], tmp_path).parent / "report.csv").open() as file:
         marked = {line["run"]: line["outlier"] for line in csv.DictReader(file) if line["outlier"]}
@@ -296,7 +296,7 @@ def test_the_verdict_is_on_what_happened_since_the_gate_closed(
 ) -> None:
     found = runs.read(with_levels(make(tmp_path / "run", norm, anchor=anchor), *levels))
     assert found.verdict == expected
-    assert compare.headline(comparison(tmp_path)).startswith(headline)
+    assert tables.headline(comparison(tmp_path)).startswith(headline)
     assert found.growth == pytest.approx(math.log(levels[2] / levels[1]))
     assert found.points("scale/drift") == [
         (step, pytest.approx(math.log(level / levels[0]))) for step, level in zip((10, 18, 24), levels, strict=True)
@@ -316,7 +316,7 @@ def test_growth_that_a_final_norm_shows_too_is_no_chase(tmp_path: Path) -> None:
         assert run.verdict == expected
         references = {"baseline": pytest.approx(math.log(2.5 / 3)), "internal_taper": pytest.approx(math.log(1.5))}
         assert run.reference_growths == references
-        table = compare.runs_table(found)
+        table = tables.runs_table(found)
         place = table.columns.index("baseline's")
         assert ("-0.18", "+0.41") in [row[place : place + 2] for row in table.rows]
         shutil.rmtree(folder)
@@ -325,7 +325,7 @@ def test_growth_that_a_final_norm_shows_too_is_no_chase(tmp_path: Path) -> None:
 def test_the_tables_have_mismatch_and_the_loss_at_the_best_temperature(tmp_path: Path) -> None:
     make(tmp_path / "base")
     make(tmp_path / "free", "all_taper", loss=3.03, drift=0.8)
-    table = compare.runs_table(comparison(tmp_path))
+    table = tables.runs_table(comparison(tmp_path))
     row = dict(zip(table.columns, table.rows[1], strict=True))
     assert (row["worst mismatch"], row["at gate 0"], row["T*"]) == ("0.14", "0.08", "0.950")
     assert table.rows[1][table.columns.index("validation loss") + 1] == "2.9997"
@@ -335,7 +335,7 @@ def test_the_tables_have_mismatch_and_the_loss_at_the_best_temperature(tmp_path:
     assert float(line["mismatch_gate_0"]) == pytest.approx(0.08) and float(line["mismatch_end"]) == pytest.approx(0.14)
     assert float(line["growth"]) == pytest.approx(0.8) and float(line["growth_baseline"]) == 0
     rewrite(tmp_path / "base", lambda row: {key: value for key, value in row.items() if "temperature" not in key})
-    old = compare.runs_table(compare.compare_runs([runs.read(tmp_path / "base")]))
+    old = tables.runs_table(compare.compare_runs([runs.read(tmp_path / "base")]))
     assert not {"worst mismatch", "T*", "at T*"} & set(old.columns)
 
 
@@ -344,12 +344,12 @@ def test_a_run_whose_gate_is_open_is_not_judged(tmp_path: Path) -> None:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     (directory / "metrics.jsonl").write_text("\n".join(lines[:8]) + "\n")  # to step 16 of a taper that ends at 18
     found = comparison(tmp_path)
-    assert found.runs[0].verdict == "early" and compare.headline(found).startswith("Too early")
+    assert found.runs[0].verdict == "early" and tables.headline(found).startswith("Too early")
 
 
 def test_runs_that_failed_are_not_called_early(tmp_path: Path) -> None:
     make(tmp_path / "run", "all_taper", status="failed")
-    assert compare.headline(comparison(tmp_path)) == "No run can be judged: all have failed."
+    assert tables.headline(comparison(tmp_path)) == "No run can be judged: all have failed."
 
 
 def test_a_scale_without_effect_is_no_chase(tmp_path: Path) -> None:
@@ -363,9 +363,9 @@ def test_a_scale_without_effect_is_no_chase(tmp_path: Path) -> None:
 def test_the_headline_of_a_sweep_that_goes_on(tmp_path: Path) -> None:
     make(tmp_path / "base")
     make(tmp_path / "held", "all_taper", anchor={"kind": "mean_log"})
-    assert compare.headline(comparison(tmp_path)) == "No mode chases logits."
+    assert tables.headline(comparison(tmp_path)) == "No mode chases logits."
     (make(tmp_path / "free", "all_taper", status=None) / "metrics.jsonl").unlink()
-    found = compare.headline(comparison(tmp_path))
+    found = tables.headline(comparison(tmp_path))
     assert found == "No mode chases logits so far; of 1 of 3 it is too early to tell."
 
 
@@ -394,8 +394,7 @@ def test_the_restoring_force_is_derived_where_it_was_not_logged(tmp_path: Path) 
 
 def test_every_metric_that_is_drawn_or_named_exists() -> None:
     drawn = {line.metric for chart in charts.CHARTS for line in chart.lines} - {charts.GAP}
-    others = (charts.LAYERS_CAPTION, charts.HEAT_CAPTION, charts.MISMATCH_CAPTION, charts.TOKENS_CAPTION)
-    captions = " ".join([*(chart.caption for chart in charts.CHARTS), *others])
+    captions = " ".join([*(chart.caption for chart in charts.CHARTS), *charts.CAPTIONS.values()])
     assert drawn <= set(METRICS)
     assert set(re.findall(r"[a-z]+/[a-z0-9_]+(?:\.<site>)?", captions)) <= set(METRICS) | {"1/scale"}
 

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.data.prepare import prepare
 from tapernorm.data.tokenizer import build_tokenizer

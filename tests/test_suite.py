@@ -19,7 +19,7 @@ from tapernorm.analysis.losses import document_of
 from tapernorm.config.options import Config, ModelConfig, TokenizerConfig
 from tapernorm.config.programs import EvaluateConfig, ExportConfig
 from tapernorm.config.schema import ConfigError, validate
-from tapernorm.data.prepare import TokenFile, usable_windows
+from tapernorm.data.batches import TokenFile, usable_windows
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 from tapernorm.interop.export import export
 from tapernorm.training import checkpoint as checkpoints
@@ -177,8 +177,8 @@ def test_published_losses_are_by_size_and_data_set() -> None:
         (model, name) for model in ("gpt2_xl", "gpt2") for name in published.ROWS
     ]
     assert rows[2]["datasets"] == {"pile": {"loss": 130.2, "median": 1.09}}
-    assert all(len(losses) == 3 for size in published.LOSSES.values() for losses in size.values())
-    assert [size["openwebtext"][2] for size in published.LOSSES.values()] == [3.0797, 2.7642, 2.6384, 2.5052]
+    assert all(len(losses) == 3 for size in published.LOSSES.values() for losses in size)
+    assert [size[2][0] for size in published.LOSSES.values()] == [3.0797, 2.7642, 2.6384, 2.5052]
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -16,8 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tapernorm.cli import errors as faults
 from tapernorm.cli import main as cli
 from tapernorm.cli import run, sweep
-from tapernorm.config.options import resolve
-from tapernorm.runtime.record import load_summary, write_summary
+from tapernorm.config.resolve import resolve
+from tapernorm.runtime.record import load_summary, read_metrics, write_summary
 from tests.test_cli import ROOT, Trainer, launch, trainer  # noqa: F401  (fixtures)
 
 # ruff: noqa: F811
@@ -400,7 +400,7 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def check_complete(directory: Path, steps: int) -> None:
     """A job that is a run of its own and all there."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(directory)
     assert json.loads((directory / "summary.json").read_text())["status"] == "finished"
     assert [rows[0]["step"], rows[-1]["step"]] == [1, steps]
     assert len({row["step"] for row in rows}) == len(rows)

@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 
@@ -52,22 +51,15 @@ def test_notation_is_used_up(many: list[str]) -> None:
 def test_every_slot_has_a_value() -> None:
     world = toy._world(random.Random(0))
 
-    def names(parts: Iterable[toy.Part]) -> Iterable[str]:
-        for part in parts:
-            if isinstance(part, toy.Slot):
-                yield part.name
-            elif isinstance(part, toy.Falling):
-                for option in part.items:
-                    yield from names(option)
-
-    lines = [line for plot in toy.PLOT_LINES for paragraph in plot for line in paragraph]
-    used = {name for line in lines for name in names([line.alternatives])}
-    assert used <= set(world) | set(toy.FRESH)
-    assert len(toy.PLOT_LINES) >= 12
+    text = "\n".join(line for plot in toy.PLOTS for paragraph in plot for line in paragraph)
+    used = {name[0].lower() + name[1:] for name in re.findall(r"\{(\w+)\}", text)}
+    assert len(used) > 50 and used <= set(world) | set(toy.LISTS)
+    assert all(isinstance(word, str) for name in used - set(world) for word in toy.LISTS[name].items)
+    assert len(toy.PLOTS) >= 12
 
 
 def test_sums_come_out() -> None:
-    numbers = {word: number for number, word in enumerate(toy.NUMBERS)}
+    numbers = {word: number for number, word in enumerate(toy.LISTS["number"].items)}
     for seed in range(500):
         n, m, few, total, left = (
             numbers[toy._world(random.Random(seed))[key]] for key in ("n", "m", "few", "sum", "left")

@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -28,7 +30,7 @@ from tapernorm.config.options import TrackingConfig
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.progress import Progress
 from tapernorm.runtime.record import METRICS, METRICS_FILE, read_metrics
-from tapernorm.training.tracking import Mirror, Tracker
+from tapernorm.training.tracking import Tracker
 
 REPO = Path(__file__).parents[1]
 DISABLED = TrackingConfig(wandb="disabled")
@@ -52,7 +54,7 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- metrics.jsonl
 
 
-def test_a_step_is_one_line_however_often_it_is_logged(tmp_path: Path) -> None:
+def test_a_step_is_one_row_however_often_it_is_logged(tmp_path: Path) -> None:
     with make_tracker(tmp_path) as tracker:
         tracker.log(1, {"train/loss": 2.0})
         tracker.log(1, {"gate/g": 1})
@@ -60,8 +62,11 @@ def test_a_step_is_one_line_however_often_it_is_logged(tmp_path: Path) -> None:
         tracker.log(1, {"train/loss": 3, "val/loss": None})
         tracker.log(2, {"train/loss": 1.0})
         assert lines_of(tmp_path)[-1] == line(2, {"train/loss": 1.0})  # on disk before the next step
-    assert lines_of(tmp_path)[0] == line(1, {"train/loss": 3, "gate/g": 1, "val/loss": None})
-    assert read_metrics(tmp_path) == lines_of(tmp_path)
+    assert read_metrics(tmp_path) == [
+        line(1, {"train/loss": 3, "gate/g": 1, "val/loss": None}),
+        line(2, {"train/loss": 1.0}),
+    ]
+    assert [row["step"] for row in lines_of(tmp_path)] == [1, 1, 1, 2], "nothing is written twice"
 
 
 def test_tensors_and_numpy_scalars_become_numbers(tmp_path: Path) -> None:
@@ -87,8 +92,9 @@ def test_P13_resume_holds_every_step_exactly_once(tmp_path: Path) -> None:
         tracker.log(10, {"val/loss": 5.0})  # validation comes after the save, so a resumed run may repeat it
         for step in range(11, 21):
             tracker.log(step, {"train/loss": 1 / step})
-    rows = lines_of(tmp_path)
+    rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["step"] for row in lines_of(tmp_path)] == sorted([10, *range(1, 21)])
     assert rows[9] == line(10, {"train/loss": 0.1, "val/loss": 5.0})
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
 
@@ -113,7 +119,7 @@ def test_P13_a_killed_process_loses_nothing_it_logged(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=REPO, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert lines_of(tmp_path) == [line(step, {"a": step, "b": step}) for step in range(1, 6)]
+    assert read_metrics(tmp_path) == [line(step, {"a": step, "b": step}) for step in range(1, 6)]
 
 
 def test_reader_merges_rows_of_a_step_and_names_a_damaged_line(tmp_path: Path) -> None:
@@ -140,7 +146,7 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
     assert second == line(2, {"train/loss": None, "grad/norm": None, "gate/g": 1.0, "nonfinite/count": 2})
     assert (third["nonfinite/count"], fourth["nonfinite/count"]) == (3, 3)
     assert len(said) == 1 and "train/loss is nan at step 2" in said[0]
-    assert state == {"wandb_id": None, "nonfinite": 3, "row": fourth}
+    assert state == {"wandb_id": None, "nonfinite": 3}
 
     with make_tracker(tmp_path, said, resume_step=4, state=state) as resumed:
         resumed.log(5, {"train/loss": math.nan})
@@ -149,9 +155,10 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
 
 
 def test_state_is_plain_and_keeps_the_id_while_wandb_is_disabled(tmp_path: Path) -> None:
-    state = {"wandb_id": "abcd1234", "nonfinite": 0, "row": {}}
-    with make_tracker(tmp_path, state=state) as tracker:
-        assert json.loads(json.dumps(tracker.state())) == state
+    state = {"wandb_id": "abcd1234", "nonfinite": 0}
+    for older in ({}, {"row": line(2, {"train/loss": 1.0})}):  # of checkpoints before metrics.jsonl was append-only
+        with make_tracker(tmp_path, state=state | older) as tracker:
+            assert json.loads(json.dumps(tracker.state())) == state
 
 
 # ------------------------------------------------------------------------------------------------- W&B, a real run
@@ -410,6 +417,20 @@ def test_P12_strict_stops_with_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_P12_strict_takes_the_new_run_away_again(tmp_path: Path) -> None:
+    arguments = ["experiment=smoke", "trainer.device=cpu", "tracking.wandb=online", "tracking.strict=true"]
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train.py"), *arguments],
+        cwd=tmp_path,
+        env=wandb_environment(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "W&B cannot be reached: no API key" in done.stderr
+    assert not list(tmp_path.glob("runs*"))
+
+
 def test_P12_auto_without_a_key_is_offline_also_if_strict(tmp_path: Path) -> None:
     done = start_in_a_process(tmp_path, "auto", strict=True)
     assert done.returncode == 0, done.stderr
@@ -422,75 +443,101 @@ def test_auto_respects_WANDB_MODE_and_disabled_does_not_import_wandb(tmp_path: P
     assert not (tmp_path / "wandb").exists()
 
 
-class BrokenRun:
-    """A W&B run whose service has died."""
+FAKE_WANDB = """
+import os, time
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.summary = self
+fault, _, where = os.environ["FAULT"].partition(" ")
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*_: Any, **__: Any) -> None:
-            self.calls.append(name)
-            raise ConnectionError("service gone\ndetails")
+
+class Run:
+    id = "fake"
+
+    def __init__(self, directory):
+        self.dir, self.summary = directory, self
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            if name != "define_metric":
+                with open(os.path.join(self.dir, "calls.txt"), "a") as calls:
+                    print(name, file=calls, flush=True)
+                act(name)
 
         return call
 
 
-def mirror_to(tracker: Tracker, run: Any) -> Any:
-    tracker._mirror = Mirror()
-    tracker._mirror.run = run
-    return run
+def act(name):
+    if where == name or (where == "everywhere" and name != "init"):
+        if fault == "raises":
+            raise ConnectionError("service gone\\ndetails")
+        time.sleep(60)
 
 
-def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path) -> None:
+def init(dir, **options):
+    act("init")
+    return Run(dir)
+
+
+def Settings(**options):
+    pass
+
+
+def setup(settings):
+    pass
+
+
+def login(**options):
+    return True
+"""
+
+
+@pytest.fixture
+def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tracker]:
+    """mirrored(said, "hangs log") -> a tracker whose W&B hangs in, or raises from, a call of this name."""
+
+    def make(said: list[str], fault: str, mode: Any = "offline", strict: bool = False) -> Tracker:
+        (tmp_path / "fake").mkdir()
+        (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+        monkeypatch.setenv("FAULT", fault)
+        tracking = TrackingConfig(wandb=mode, strict=strict)
+        return Tracker(tmp_path, {}, tracking, name="test", tokens_per_step=64, say=said.append)
+
+    return make
+
+
+def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
     said: list[str] = []
-    with make_tracker(tmp_path, said) as tracker:
-        run = mirror_to(tracker, BrokenRun())
+    with mirrored(said, "raises everywhere") as tracker:
         for step in range(1, 4):
             tracker.log(step, {"train/loss": 1.0})
         tracker.finish("finished", {})
         tracker.finish("failed", {})
-    assert run.calls == ["log", "finish"]  # closed all the same, and once
+    assert (tmp_path / "calls.txt").read_text().split() == ["log", "finish"]  # closed all the same, and once
     assert len(said) == 1 and "W&B failed (service gone); the run goes on" in said[0]
     assert len(lines_of(tmp_path)) == 3
 
 
-class HangingRun(BrokenRun):
-    """A W&B run whose service never answers a call of this name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: time.sleep(60) if name == self.name else None
-
-
 @pytest.mark.parametrize("call", ["log", "finish"])
 def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], call: str
 ) -> None:
     monkeypatch.setattr(Tracker, "FINISH_SECONDS", 0.2)
-    monkeypatch.setattr(Mirror, "WAITING", 5)
     said: list[str] = []
     began = time.monotonic()
-    with make_tracker(tmp_path, said) as tracker:
-        mirror_to(tracker, HangingRun(call))
+    with mirrored(said, f"hangs {call}") as tracker:
         for step in range(1, 20):
             tracker.log(step, {"train/loss": 1.0})
-            if call == "finish":
-                assert tracker._mirror is not None and tracker._mirror.wait(5)
+        while call == "log" and not (tmp_path / "calls.txt").exists():
+            time.sleep(0.01)
     assert time.monotonic() - began < 10
     assert len(said) == 1 and said[0].endswith("the run goes on with metrics.jsonl alone")
-    assert ("it does not keep up" if call == "log" else "no answer within 0 s") in said[0]
+    assert "no answer within 0 s" in said[0]
     assert [row["step"] for row in lines_of(tmp_path)] == list(range(1, 20))
 
 
-def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
     def interrupted() -> None:
-        with make_tracker(tmp_path) as tracker:
-            mirror_to(tracker, HangingRun("log"))
+        with mirrored([], "hangs log") as tracker:
             tracker.log(1, {"train/loss": 1.0})
             raise KeyboardInterrupt
 
@@ -501,33 +548,58 @@ def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_hanging_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+def test_a_hanging_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], strict: bool
+) -> None:
     monkeypatch.setattr(Tracker, "START_SECONDS", 0.1)
-    monkeypatch.setattr(Tracker, "_connect", lambda *_: time.sleep(60))
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "0.1")
     said: list[str] = []
-    online = TrackingConfig(wandb="online", strict=strict)
-
-    def start() -> Tracker:
-        return Tracker(tmp_path, {}, online, name="test", tokens_per_step=64, say=said.append)
-
     if strict:
         with pytest.raises(ConfigError, match="W&B cannot be reached: no answer within 0 s"):
-            start()
+            mirrored(said, "hangs init", mode="online", strict=True)
         return
-    with start() as tracker:
+    with mirrored(said, "hangs init", mode="online") as tracker:
         tracker.log(1, {"train/loss": 1.0})
     assert len(said) == 1 and "W&B cannot start (no answer within 0 s)" in said[0]
     assert len(lines_of(tmp_path)) == 1
+
+
+def test_a_mirror_may_be_killed(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
+    said: list[str] = []
+    with mirrored(said, "hangs nowhere") as tracker:
+        assert tracker._mirror is not None
+        tracker._mirror._process.kill()
+        tracker._mirror._process.wait()
+        tracker.log(1, {"train/loss": math.inf})
+    assert said[-1] == "warning: W&B failed (its process has ended); the run goes on with metrics.jsonl alone"
+    assert len(said) == 2 and len(lines_of(tmp_path)) == 1
+
+
+def test_a_killed_run_leaves_no_mirror_behind(tmp_path: Path) -> None:
+    """It ends by itself, once W&B has what was logged."""
+    script = (
+        "import os, pathlib, sys; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.training.tracking import Tracker\n"
+        "offline = TrackingConfig(wandb='offline')\n"
+        "tracker = Tracker(pathlib.Path(sys.argv[1]), {}, offline, name='x', tokens_per_step=64)\n"
+        "tracker.log(1, {'a': 1})\n"
+        "print(tracker._mirror._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    arguments, environment = [sys.executable, "-c", script, str(tmp_path)], wandb_environment(tmp_path / "home")
+    done = subprocess.run(arguments, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(30)
+    [run] = map(OfflineRun, (tmp_path / "wandb").glob("offline-run-*"))
+    assert ([row["a"] for row in run.rows], run.summary["status"], run.exit_code) == ([1], "failed", 1)
 
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
 def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: str) -> None:
     """A real offline run, in a process of its own that has to end, and silently."""
     script = (
-        "import pathlib, signal, sys, time; from tapernorm.config.options import TrackingConfig\n"
+        "import contextlib, pathlib, psutil, signal, sys; from tapernorm.config.options import TrackingConfig\n"
         "from tapernorm.training.tracking import Tracker\n"
-        "from wandb.sdk import wandb_setup\n"
         "offline = TrackingConfig(wandb='offline')\n"
         "for name in ('one', 'two'):\n"
         "    Tracker.FINISH_SECONDS = 1.0 if name == 'one' else 60.0\n"
@@ -536,8 +608,10 @@ def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: s
         "        for step in range(1, 41):\n"
         "            tracker.log(step, {'a': step})\n"
         "            if step == 20 and name == 'one':\n"
-        f"                wandb_setup._singleton._connection._proc._process.send_signal(signal.{fate})\n"
-        "                time.sleep(0.2)\n"
+        "                [service] = psutil.Process(tracker._mirror._process.pid).children()\n"
+        f"                service.send_signal(signal.{fate})\n"
+        "with contextlib.suppress(psutil.NoSuchProcess):\n"
+        "    service.kill()\n"  # a stopped process cannot end by itself
     )
     with (tmp_path / "console.txt").open("w") as console:  # not a pipe, which a service that hangs would keep open
         done = subprocess.run(
@@ -557,12 +631,13 @@ def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: s
     assert len(OfflineRun(run).rows) == 40, "the next run of the process has a service of its own"
 
 
-def test_a_full_disk_of_wandb_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_of_wandb_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker]
+) -> None:
     """Its service loses rows without a word."""
     said: list[str] = []
     (tmp_path / "wandb").mkdir()
-    with make_tracker(tmp_path, said) as tracker:
-        mirror_to(tracker, HangingRun("nothing"))
+    with mirrored(said, "hangs nowhere") as tracker:
         tracker.log(1, {"train/loss": 1.0})
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     assert said == ["warning: W&B failed (its disk is full); the run goes on with metrics.jsonl alone"]
@@ -590,19 +665,19 @@ class FullFile:
 @pytest.mark.parametrize("room", [0, 20])
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_full_disk_leaves_whole_rows(tmp_path: Path, room: int, step: int) -> None:
-    """Whether a new row or more of the last one does not fit."""
+    """Whether more of the last step or a new one does not fit."""
     with make_tracker(tmp_path) as tracker:
         for k in (1, 2):
             tracker.log(k, {"train/loss": 1.0})
         before = lines_of(tmp_path)
-        tracker._file = FullFile(tracker._file, room)  # type: ignore[assignment]
+        tracker._rows._file = FullFile(tracker._rows._file, room)  # type: ignore[assignment]
         with pytest.raises(OSError, match="No space left") as full:
             tracker.log(step, {"val/loss": 2.0, "val/perplexity": 3.0})
         assert full.value.filename == str(tmp_path / METRICS_FILE)
     assert lines_of(tmp_path) == before
 
 
-def test_a_row_that_a_kill_tore_comes_back_from_the_checkpoint(tmp_path: Path) -> None:
+def test_a_row_that_a_kill_tore_comes_back_when_its_step_is_logged_again(tmp_path: Path) -> None:
     with make_tracker(tmp_path) as tracker:
         for step in (1, 2):
             tracker.log(step, {"train/loss": 1.0})
@@ -612,7 +687,8 @@ def test_a_row_that_a_kill_tore_comes_back_from_the_checkpoint(tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:-15])
     with make_tracker(tmp_path, resume_step=2, state=state) as tracker:
         tracker.log(2, {"val/loss": 2.0})
-    assert lines_of(tmp_path) == [line(1, {"train/loss": 1.0}), line(2, {"train/loss": 1.0, "val/loss": 2.0})]
+    assert read_metrics(tmp_path) == [line(1, {"train/loss": 1.0}), line(2, {"train/loss": 1.0, "val/loss": 2.0})]
+    assert len(lines_of(tmp_path)) == 3
 
 
 # -------------------------------------------------------------------------------------------------------- progress
@@ -631,7 +707,7 @@ def test_progress_survives_whoever_read_along() -> None:
 class FakeClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("tapernorm.training.tracking.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("tapernorm.runtime.progress.time.monotonic", lambda: self.now)
 
 
 def test_progress_lines_name_everything_and_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:

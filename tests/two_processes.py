@@ -19,7 +19,7 @@ from tapernorm.runtime import dist
 
 dist.start()
 
-from tapernorm.config.options import build, resolve  # noqa: E402
+from tapernorm.config.resolve import build, resolve  # noqa: E402
 from tapernorm.training.loop import train  # noqa: E402
 from tapernorm.training.state import TrainingRun  # noqa: E402
 

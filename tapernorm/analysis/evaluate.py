@@ -1,49 +1,28 @@
-"""Deterministic losses over a fixed set of tokens, in training and from a checkpoint."""
+"""evaluate.py: checkpoints on validation text, alone or side by side, on one text or several."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from tapernorm.analysis import published
-from tapernorm.analysis.comparison import Measured, compare, compare_on, labels, plus_minus
-from tapernorm.analysis.losses import Losses, document_of
-from tapernorm.config.options import Config
+from tapernorm.analysis.measure import Subject, Text, fold_as_asked, load, measure
+from tapernorm.analysis.results import Measured, compare, labels
 from tapernorm.config.programs import EvaluateConfig
-from tapernorm.config.schema import ConfigError, to_dict
-from tapernorm.data.prepare import TokenFile, n_windows, prepare, prepare_valid, reuse, validation_windows
-from tapernorm.data.tokenizer import Tokenizer
-from tapernorm.model.decoder import Decoder
-from tapernorm.model.evaluate import at_best_temperature, token_losses
-from tapernorm.model.fold import certificate, describe, fold
-from tapernorm.model.generate import NotFinite, generate
+from tapernorm.config.schema import ConfigError
+from tapernorm.model.fold import describe
 from tapernorm.model.hf import is_hub_form
-from tapernorm.runtime.device import autocast as autocast_on
-from tapernorm.runtime.device import keep_freed_memory, pick_device, pick_dtype
-from tapernorm.runtime.progress import Progress
+from tapernorm.runtime.device import keep_freed_memory, pick_device
 from tapernorm.runtime.record import finite
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
 
-CERTIFICATE_TOKENS = 2048  # enough to meet large logits; three precisions, two models, logits in float64
-USUAL_SAMPLES = 3
-LONG = 5.0  # seconds after which an evaluation shows its progress
 TAILS = {"median": "median", "99 %": "p99", "99.9 %": "p99_9", "max": "max"}
-
-
-# ---------------------------------------------------------------------------------------------------------- evaluate.py
 
 
 def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -59,6 +38,53 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     """
     device = pick_device(config.device, "device")
     keep_freed_memory()
+    paths = _checkpoints(config, say)
+    alone = len(paths) == 1 and config.suite is None
+    said: set[str] = set()
+
+    def say_once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    texts = {"": config.dataset} if config.suite is None else dict(config.suite)
+    measured: dict[str, list[Measured]] = {name: [] for name in texts}
+    sizes = []
+    for label, path in zip(labels(paths), paths, strict=True):
+        subject = Subject.load(config, path, label, device, say)
+        sizes.append(published.size_of(subject.trained.model))
+        samples = config.samples if alone else config.samples or 0
+        for name, dataset in texts.items():
+            on = dataclasses.replace(config, dataset=dataset, samples=samples)
+            text = Text.open(subject, on, say_once, f"suite.{name}" if name else "dataset")
+            measured[name] += measure(subject, text, on, _beginning(f"{label} on {name}: " if name else "", say))
+            samples = 0  # they have nothing to do with the text
+    if alone:
+        report = measured[""][0].report
+        for line in _details(report):
+            say(line)
+        return _write(config, paths, report, say)
+    rows = [] if config.suite is None else published.rows(filter(None, sizes), texts)
+    compare(measured, rows, say)
+    if rows:
+        say(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")
+    reports = {
+        name: [model.report for model in models if "checkpoint" in model.report]  # the folded lie in these
+        for name, models in measured.items()
+    }
+    report = {"baseline": next(iter(reports.values()))[0]["label"]}
+    if config.suite is None:
+        return _write(config, paths, report | {"checkpoints": reports[""]}, say)
+    others = {"source": published.SOURCE, "rows": rows} if rows else None
+    return _write(config, paths, report | {"datasets": reports, "published": others}, say)
+
+
+def _beginning(start: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda line: say(start + line)
+
+
+def _checkpoints(config: EvaluateConfig, say: Callable[[str], None]) -> list[Path]:
+    """The baseline's and the others. Refuses what would only be found after a first one has been evaluated."""
     if config.out and (Path(config.out).is_dir() or not Path(config.out).parent.is_dir()):
         raise ConfigError(f"out={config.out}: name a file in a directory that is there")
     given = [config.checkpoint] if isinstance(config.checkpoint, str) else [*config.checkpoint]
@@ -72,348 +98,29 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
             given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all([item], say) for item in given)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all(Path(item), say) for item in given)
     paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
-    for path in paths:
-        if is_hub_form(str(path)) and config.dataset is None and config.suite is None:
+    for path in filter(lambda path: is_hub_form(str(path)), paths):
+        if config.dataset is None and config.suite is None:
             raise ConfigError(f"checkpoint={path} has no text of its own; name one with dataset=... or suite=gpt2")
-        if is_hub_form(str(path)) and config.save_folded:
+        if config.save_folded:
             raise ConfigError(f"save_folded={config.save_folded} is for a checkpoint of ours, not for {path}")
-        if Path(path).exists() and is_hub_form(str(path)):  # before the others are evaluated
+        if path.exists():
             pretrained.check_foreign(str(path))
     if config.save_folded and Path(config.save_folded).exists():
         raise ConfigError(f"save_folded={config.save_folded} exists already; name a new directory")
-    if config.suite is not None:
-        return _evaluate_suite(config, paths, device, say)
-    if len(paths) > 1:
-        return _evaluate_several(config, paths, device, say)
-    (path,) = paths
-    subject = Subject.load(config, path, labels(paths)[0], device, say)
-    report = measure(subject, Text.open(subject, config, say), config, say)[0].report
-    for line in _details(report):
-        say(line)
-    return _write(config, _directory(paths) / "evaluation.json", report, say)
-
-
-def _evaluate_several(
-    config: EvaluateConfig, paths: Sequence[Path], device: torch.device, say: Callable[[str], None]
-) -> dict[str, Any]:
-    _check_several(config, paths)
-    config = dataclasses.replace(config, samples=config.samples or 0)
-    say_once = _once(say)
-    models: list[Measured] = []
-    for label, path in zip(labels(paths), paths, strict=True):
-        subject = Subject.load(config, path, label, device, say)
-        models += measure(subject, Text.open(subject, config, say_once), config, say)
-    compare(models, say)
-    return _write(config, _directory(paths) / "comparison.json", _comparison(models), say)
-
-
-def _evaluate_suite(
-    config: EvaluateConfig, paths: Sequence[Path], device: torch.device, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Every checkpoint on every data set of config.suite, in one table."""
-    assert config.suite is not None
-    if config.dataset is not None:
+    if config.suite is not None and config.dataset is not None:
         raise ConfigError(f"dataset={config.dataset.name} and a suite are given; leave one of them out")
-    if not config.suite:
+    if config.suite is not None and not config.suite:
         raise ConfigError("suite={} names no data set; choose a suite group, as in suite=gpt2")
-    if config.save_folded:
+    if config.save_folded and config.suite is not None:
         raise ConfigError(f"save_folded={config.save_folded} is for one text; leave the suite out")
-    _check_several(config, paths)
-    say_once = _once(say)
-    texts: dict[str, list[Measured]] = {name: [] for name in config.suite}
-    sizes = []
-    for label, path in zip(labels(paths), paths, strict=True):
-        subject = Subject.load(config, path, label, device, say)
-        sizes.append(published.size_of(subject.trained.model))
-        samples = config.samples or 0
-        for name, dataset in config.suite.items():
-            on = dataclasses.replace(config, dataset=dataset, samples=samples)
-            text = Text.open(subject, on, say_once, f"suite.{name}")
-            texts[name] += measure(subject, text, on, functools.partial(_say_on, say, f"{label} on {name}: "))
-            samples = 0  # they have nothing to do with the text
-    rows = published.rows(filter(None, sizes), texts)
-    compare_on(texts, rows, say)
-    if rows:
-        say(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")
-    report = {
-        "baseline": next(iter(texts.values()))[0].report["label"],
-        "datasets": {name: _comparison(models)["checkpoints"] for name, models in texts.items()},
-        "published": {"source": published.SOURCE, "rows": rows} if rows else None,
-    }
-    stem = "evaluation" if len(paths) == 1 else "comparison"
-    return _write(config, _directory(paths) / f"{stem}.json", report, say)
-
-
-def _say_on(say: Callable[[str], None], where: str, line: str) -> None:
-    say(where + line)
-
-
-def _check_several(config: EvaluateConfig, paths: Sequence[Path]) -> None:
-    """Refuse what would only be found after a first checkpoint has been evaluated."""
     if config.save_folded and len(paths) > 1:
         raise ConfigError(f"save_folded={config.save_folded} is for one checkpoint, and {len(paths)} are given")
-    if config.fold or config.fold_table:
+    if (config.fold or config.fold_table) and len(paths) > 1:
         for path in paths:
-            _fold(config, path, _load(path)[0])
-
-
-def _comparison(models: Sequence[Measured]) -> dict[str, Any]:
-    return {
-        "baseline": models[0].report["label"],
-        "checkpoints": [model.report for model in models if "checkpoint" in model.report],  # the folded lie in these
-    }
-
-
-def _directory(paths: Sequence[Path]) -> Path:
-    """The run's directory, or the one above several; a model of the hub has none, then it is the current one."""
-    local = [str(checkpoints.run_directory(path).absolute()) for path in paths if path.exists()]
-    return Path(os.path.commonpath(local)) if local else Path.cwd()
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say` that says no line twice."""
-    said: set[str] = set()
-
-    def say_once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
-
-    return say_once
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A checkpoint's model, as it is and, if wanted, folded."""
-
-    label: str
-    path: Path
-    meta: dict[str, Any]
-    model: Decoder
-    trained: Config
-    tokenizer: Tokenizer
-    folded: Decoder | None
-
-    @classmethod
-    def load(
-        cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
-    ) -> Subject:
-        model, trained, tokenizer, meta = _load(path, device)
-        folded = _fold(config, path, model)  # refused before anything slow happens
-        trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
-        step = "not ours" if meta["step"] is None else f"step {meta['step']}"
-        say(f"checkpoint {path}: {step}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
-        return cls(label, path, meta, model, trained, tokenizer, folded)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return pick_dtype(self.trained.trainer.dtype, self.device)
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a model is evaluated on: windows (N, T) of a validation split, and the document of each target (N * T,).
-
-    n_windows: how many the split has; left_out: how many of these a filter keeps out.
-    """
-
-    file: TokenFile
-    inputs: Tensor
-    targets: Tensor
-    document: np.ndarray
-    tokenizer: Tokenizer
-    n_windows: int
-    left_out: int
-
-    @classmethod
-    def open(cls, subject: Subject, config: EvaluateConfig, say: Callable[[str], None], key: str = "dataset") -> Text:
-        """config.dataset, which stands at `key`, or the text of training; `say` gets what there is to say about it."""
-        file, n_ctx = _text(config, subject, say, key), subject.trained.model.n_ctx
-        if config.tokens is not None and config.tokens < n_ctx:
-            raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
-        usual = subject.trained.trainer.val_tokens if config.dataset is None else max(file.n_tokens, n_ctx)
-        windows, total = file.windows(n_ctx), n_windows(file.n_tokens, n_ctx)
-        inputs, targets = validation_windows(file.tokens, n_ctx, config.tokens or usual, windows)
-        left_out = 0 if windows is None else total - len(windows)
-        if windows is not None:
-            windows = windows[: len(inputs)]
-            name = (config.dataset or subject.trained.dataset).name
-            say(f"dataset {name}: {left_out:,} of {total:,} windows of {n_ctx:,} tokens left out by the filter")
-        eot = subject.tokenizer.eot
-        end = inputs.numel() if windows is None else (int(windows[-1]) + 1) * n_ctx
-        document = document_of(file.tokens[:end], eot, n_ctx, windows)
-        return cls(file, inputs, targets, document, subject.tokenizer, total, left_out)
-
-    def losses(self, subject: Subject, model: Decoder, config: EvaluateConfig) -> Losses:
-        """Losses by token of the subject's or its folded model; a pass that takes long shows its progress."""
-
-        def one_pass(every: int, b: float | None) -> Tensor:
-            inputs, targets = self.inputs[::every], self.targets[::every]
-            progress = Progress(len(inputs), mode=config.progress, unit="window", delay=LONG)
-            start, total, windows = time.monotonic(), 0.0, 0
-
-            def show(losses: Tensor) -> None:
-                nonlocal total, windows
-                total += losses.double().sum().item()
-                windows += len(losses)
-                tokens = windows * losses.shape[1]
-                progress.update(windows, loss=total / tokens, tokens_per_s=tokens / (time.monotonic() - start))
-
-            try:
-                autocast = autocast_on(subject.device, subject.dtype)
-                return token_losses(model, inputs, targets, config.batch_size, autocast, show, b)
-            finally:
-                progress.close()
-
-        nats, temperature, best = at_best_temperature(one_pass, self.targets.numel())
-        return Losses(
-            _flat(nats),
-            self.targets.flatten().numpy(),
-            self.document,
-            self.tokenizer,
-            temperature,
-            None if best is None else _flat(best),
-        )
-
-
-def _flat(losses: Tensor) -> np.ndarray:
-    return losses.flatten().double().numpy()
-
-
-def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
-    """The checkpoint's model and, if wanted, the folded one, whose report is also the first's `folded`."""
-    meta = subject.meta
-    losses = text.losses(subject, subject.model, config)
-    report: dict[str, Any] = {
-        "label": subject.label,
-        "checkpoint": str(subject.path),
-        "step": meta["step"],
-        "gate": meta["gate"],
-        "norm": subject.trained.norm.name,
-        "anchor": subject.trained.anchor.kind,
-        "device": str(subject.device),
-        "dtype": str(subject.dtype).removeprefix("torch."),
-        "data": {
-            "name": text.file.path.parent.name,
-            "own": config.dataset is None,
-            "dataset": None if config.dataset is None else to_dict(config.dataset),
-            "documents": text.file.n_documents,
-            "tokens": text.file.n_tokens,
-            "windows": text.n_windows,
-            "left_out": text.left_out,
-        },
-        **losses.statistics(),
-        "worst": losses.worst(config.worst),
-        "samples": _samples(config, subject.model, subject.tokenizer, say),
-        "folded": None,
-    }
-    say(f"validation loss {_headline(report)}, over {report['tokens']:,} tokens of {report['documents']:,} documents")
-    models = [Measured(losses, report)]
-    if subject.folded is not None:
-        models.append(_measure_folded(subject, subject.folded, text, config, report["loss"], say))
-        report["folded"] = models[1].report
-    return models
-
-
-def _measure_folded(
-    subject: Subject,
-    folded: Decoder,
-    text: Text,
-    config: EvaluateConfig,
-    unfolded_loss: float,
-    say: Callable[[str], None],
-) -> Measured:
-    losses = text.losses(subject, folded, config)
-    statistics = losses.statistics()
-    difference = statistics["loss"] - unfolded_loss
-    windows = max(1, CERTIFICATE_TOKENS // folded.config.n_ctx)
-    proof = certificate(subject.model, folded, text.inputs[:windows])
-    say(f"folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
-    if config.save_folded:
-        save_folded(Path(config.save_folded), folded, subject.trained, subject.tokenizer, subject.meta, proof)
-        say(f"folded checkpoint written to {config.save_folded}")
-    report = {
-        "label": subject.label,
-        "step": subject.meta["step"],
-        "norm": folded.norm_config.name,
-        "gains": config.fold_gains,
-        "table": config.fold_table,
-        **statistics,
-        "difference": difference,
-        "worst": losses.worst(config.worst),
-        "certificate": proof,
-    }
-    return Measured(losses, report)
-
-
-def _fold(config: EvaluateConfig, path: Path, model: Decoder) -> Decoder | None:
-    if not (config.fold or config.fold_table or config.save_folded):
-        return None
-    try:
-        return fold(model, gains=config.fold_gains, table=config.fold_table)
-    except ConfigError as error:
-        raise ConfigError(f"checkpoint {path}: {error}") from None
-
-
-def _text(config: EvaluateConfig, subject: Subject, say: Callable[[str], None], key: str) -> TokenFile:
-    """The validation tokens: of the text that was trained on, which must be the same still, or of config.dataset."""
-    trained, made_from = subject.trained, subject.meta["data"]
-    if config.dataset is not None:
-        trained = dataclasses.replace(trained, dataset=config.dataset)
-        text = prepare_valid(trained, subject.tokenizer, say, key=key)
-        say(f"evaluating on dataset {config.dataset.name} as given, not on the validation text of training")
-        return text
-    data = reuse(trained, made_from, say) or prepare(trained, say)
-    if data.key != made_from:
-        raise ConfigError(
-            f"checkpoint {subject.path}: the data set has changed since training ({made_from} -> {data.key}); name "
-            "another one with dataset=... to evaluate on that"
-        )
-    return data.valid
-
-
-def _load(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer, dict[str, Any]]:
-    """Model, configuration, tokenizer and meta data of a checkpoint, or of a model in Hugging Face form."""
-    if is_hub_form(str(path)):
-        return *pretrained.load_foreign(str(path), device), {"step": None, "gate": 1.0, "data": None}
-    return *checkpoints.load_model(path, device), checkpoints.read_meta(path)
-
-
-def _samples(config: EvaluateConfig, model: Decoder, tokenizer: Tokenizer, say: Callable[[str], None]) -> list[str]:
-    count = USUAL_SAMPLES if config.samples is None else config.samples
-    if not count:
-        return []
-    prompt = [tokenizer.eot, *tokenizer.encode(config.prompt)]
-    length = min(config.sample_tokens, max(1, model.config.n_ctx - len(prompt)))
-    try:
-        rows = generate(
-            model,
-            [prompt] * count,
-            length,
-            eot=tokenizer.eot,
-            temperature=config.temperature,
-            seed=config.seed,
-        )
-    except NotFinite as error:  # the losses are still worth reporting
-        say(f"warning: no samples: {error}")
-        return []
-    return [config.prompt + tokenizer.decode(row) for row in rows]
-
-
-# -------------------------------------------------------------------------------------------------------------- reports
-
-
-def _headline(statistics: Mapping[str, Any]) -> str:
-    return (
-        f"{plus_minus(statistics['loss'], statistics['loss_se'])} nats/token "
-        f"(perplexity {statistics['perplexity']:.2f}, {statistics['bits_per_byte']:.4f} bits/byte)"
-    )
+            fold_as_asked(config, path, load(path)[0])
+    return paths
 
 
 def _details(report: Mapping[str, Any]) -> Iterator[str]:
@@ -440,17 +147,21 @@ def _details(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _write(
-    config: EvaluateConfig, usual: Path, report: Mapping[str, Any], say: Callable[[str], None]
+    config: EvaluateConfig, paths: Sequence[Path], report: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Write the report as JSON, which has null for what is not finite, and return it so.
 
+    It goes to the run's directory, or the one above several; a model of the hub has none, then to the current one.
     Under its usual name, to which config.dataset's or 'suite' is added, nothing is overwritten: an earlier result may
     be of another step, text or choice of checkpoints. It stays under a number.
     """
     plain = finite(dict(report))
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+    local = [str(checkpoints.run_directory(path).absolute()) for path in paths if path.exists()]
+    directory = Path(os.path.commonpath(local)) if local else Path.cwd()
+    stem = "evaluation" if len(paths) == 1 else "comparison"
     what = "suite" if config.suite is not None else None if config.dataset is None else config.dataset.name
-    own = usual if what is None else usual.with_stem(f"{usual.stem}-{what}")
+    own = directory / f"{stem if what is None else f'{stem}-{what}'}.json"
     path = Path(config.out) if config.out else own
     try:
         if not config.out and path.exists() and path.read_text(encoding="utf-8") != text:
@@ -461,28 +172,3 @@ def _write(
         raise ConfigError(f"out={path} cannot be written: {error.strerror}") from None
     say(f"written to {path}")
     return plain
-
-
-def save_folded(
-    directory: Path,
-    folded: Decoder,
-    trained: Config,
-    tokenizer: Tokenizer,
-    meta: Mapping[str, Any],
-    report: Mapping[str, Any],
-) -> Path:
-    """Write a folded model as an ordinary checkpoint with certificate.json in it, without training state.
-
-    Its configuration is the run's with the norm and head that are left; `meta` is the source checkpoint's.
-    """
-    own = {"format", "step", "git_revision", "versions", "files"}  # checkpoint.write's
-    return checkpoints.write(
-        directory,
-        meta["step"],
-        model=folded.state_dict(),
-        training=None,
-        config=dataclasses.replace(trained, model=folded.config, norm=folded.norm_config),
-        tokenizer=tokenizer,
-        meta={key: value for key, value in meta.items() if key not in own},
-        reports={"certificate.json": finite(dict(report))},
-    )

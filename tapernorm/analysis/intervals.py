@@ -1,4 +1,4 @@
-"""What several seeds tell: intervals, paired differences, outliers. Plain numbers; nothing here knows of runs."""
+"""What several values tell: Student's intervals, paired differences, Holm's correction, outliers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-LEVEL = 0.95
+from scipy.special import stdtr, stdtrit
+
 # Iglewicz and Hoaglin (1993): |modified z| above 3.5 is an outlier. Under 5 values the median and the deviations
 # from it hang on single values, so that one seed among three can be told from the others in no way.
 OUTLIER_Z = 3.5
@@ -19,51 +20,43 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n values and its two-sided interval, both ends None where one value is all there is."""
+    """The mean of n values, its standard error and 95 % interval; all but the mean None where n is 1."""
 
     n: int
     mean: float
-    low: float | None
-    high: float | None
+    error: float | None = None
+    low: float | None = None
+    high: float | None = None
 
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval lies on one side of zero; False without an interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
+    @property
+    def p(self) -> float | None:
+        """Two-sided p of Student's t test that the mean is zero; None without a variance to test against."""
+        return 2 * float(stdtr(self.n - 1, -abs(self.mean / self.error))) if self.error else None
 
-def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate | None:
-    """mean ± t_{n-1, (1 + level)/2} s / sqrt(n), s the sample's standard deviation (over n - 1); None for no values."""
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean, s / sqrt(n) with the sample's standard deviation s, and `student`'s interval; None for no values."""
     n = len(values)
-    if n == 0:
-        return None
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Estimate(1, mean, None, None)
-    half = _t_quantile((1 + level) / 2, n - 1) * statistics.stdev(values) / math.sqrt(n)
-    return Estimate(n, mean, mean - half, mean + half)
+    if n < 2:
+        return Estimate(1, values[0]) if values else None
+    mean, error = math.fsum(values) / n, statistics.stdev(values) / math.sqrt(n)
+    return Estimate(n, mean, error, *student(mean, error, n))
+
+
+def student(mean: float, error: float, n: int) -> tuple[float, float]:
+    """mean ± t_{n-1, 0.975} error: the 95 % interval of a mean of n values with this standard error."""
+    reach = error * float(stdtrit(n - 1, 0.975))
+    return mean - reach, mean + reach
 
 
 def paired_percent(values: Mapping[Key, float], base: Mapping[Key, float]) -> dict[Key, float]:
     """100 (a/b - 1) for every key (a seed, say) that has both, in the order of `values`."""
-    return {key: 100.0 * (value / base[key] - 1.0) for key, value in values.items() if key in base}
-
-
-def p_value(differences: Sequence[float]) -> float | None:
-    """Two-sided p of Student's t test that the mean difference is zero.
-
-    None for fewer than two differences and for equal ones, which have no variance to test against.
-    """
-    n = len(differences)
-    if n < 2:
-        return None
-    deviation = statistics.stdev(differences)
-    if deviation == 0:
-        return None
-    from scipy import stats  # takes most of a second, so only where a test is made
-
-    t = math.fsum(differences) / n / (deviation / math.sqrt(n))
-    return float(2 * stats.t.sf(abs(t), n - 1))
+    return {key: 100 * (value / base[key] - 1) for key, value in values.items() if key in base}
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -89,9 +82,3 @@ def outliers(values: Sequence[float]) -> list[bool] | None:
     deviations = [abs(value - median) for value in values]
     spread = statistics.median(deviations) / 0.6745 or 1.2533 * statistics.fmean(deviations)
     return [deviation > OUTLIER_Z * spread for deviation in deviations]
-
-
-def _t_quantile(probability: float, degrees: int) -> float:
-    from scipy import stats  # takes most of a second, so only where an interval is wanted
-
-    return float(stats.t.ppf(probability, degrees))

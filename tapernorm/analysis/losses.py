@@ -8,7 +8,6 @@ would change with another sample of text, not with another seed of training.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tapernorm.analysis.intervals import student
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.runtime.record import perplexity
 
@@ -103,20 +103,21 @@ class Losses:
     def worst(self, count: int) -> dict[str, list[dict[str, Any]]]:
         """The `count` documents with the largest mean and with the largest total loss; not finite comes first."""
         orders = {"mean": self.total / self.n_tokens, "total": self.total}
+        ranked = {name: -np.where(np.isnan(values), np.inf, values) for name, values in orders.items()}
         return {
-            name: [self._describe(index) for index in np.argsort(_descending(values), kind="stable")[:count].tolist()]
-            for name, values in orders.items()
+            name: [self._describe(index) for index in np.argsort(values, kind="stable")[:count].tolist()]
+            for name, values in ranked.items()
         }
 
     def whole_documents(self) -> Iterator[tuple[bytes, float, int]]:
-        """(hash of the text, total loss, bytes) of every document of which no token is missing.
+        """(text, total loss, bytes) of every document of which no token is missing.
 
         Of one that lost a window in its middle, the text that is left, which another one's will hardly equal.
         """
         last = len(self.n_tokens) - (self.targets[-1] != self.tokenizer.eot)
         for index in range(1, last):  # the very first token of the split has nothing before it and is not predicted
             text = self.tokenizer.decode_bytes(self.targets[self._span(index)])
-            yield hashlib.blake2b(text, digest_size=16).digest(), float(self.total[index]), len(text)
+            yield text, float(self.total[index]), len(text)
 
     def _span(self, index: int) -> slice:
         return slice(*np.searchsorted(self._index, [index, index + 1]))
@@ -187,19 +188,6 @@ def difference(losses: Losses, baseline: Losses) -> dict[str, Any] | str:
 
 
 def _interval(unit: str, sums: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
-    from scipy import stats
-
     mean, error = clustered_mean(sums, sizes)
-    reach = error * float(stats.t.ppf(0.975, len(sums) - 1))
-    return {
-        "unit": unit,
-        "mean": mean,
-        "se": error,
-        "low": mean - reach,
-        "high": mean + reach,
-        "documents": len(sums),
-    }
-
-
-def _descending(values: np.ndarray) -> np.ndarray:
-    return -np.where(np.isnan(values), np.inf, values)
+    low, high = student(mean, error, len(sums))
+    return {"unit": unit, "mean": mean, "se": error, "low": low, "high": high, "documents": len(sums)}

@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from tapernorm.bench.timing import seconds
-from tapernorm.config.options import (
-    AnyNormConfig,
-    NoNormConfig,
-    StandardNormConfig,
-    TaperNormConfig,
-    build,
-    resolve,
-)
+from tapernorm.config.options import AnyNormConfig, NoNormConfig, StandardNormConfig, TaperNormConfig
 from tapernorm.config.programs import BenchmarkConfig
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import to_dict
 from tapernorm.method.gate import Phase
 from tapernorm.model.decoder import Decoder, build_model

@@ -19,12 +19,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from tapernorm import __version__, git_revision
 
@@ -33,7 +33,6 @@ GIB = 2**30
 INSTALL = "pip install -c constraints.txt -e ."
 ANSWER_SECONDS = 3.0  # how long a server may take
 COMPILE_SECONDS, TRAIN_SECONDS, IMPORT_SECONDS = 26.0, 26.0, 24.0  # all three start at once
-LITTLE_DISK, LITTLE_MEMORY, FEW_FILES = 1 * GIB, 2 * GIB, 1024
 EXTRAS = {
     "joblib": "sweeps in several processes",
     "slurm": "sweeps on SLURM",
@@ -49,14 +48,12 @@ VARIABLES = re.compile(  # that change what happens here; their values are not s
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", flags=re.IGNORECASE)
 
-Mark = Literal["ok", "warning", "problem"]
-
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report. A problem stops ordinary use; a warning limits, slows or endangers some of it."""
 
-    mark: Mark
+    mark: Literal["ok", "warning", "problem"]
     topic: str
     text: str
     remedy: str = ""
@@ -75,112 +72,76 @@ class Options:
 
 
 Check = Callable[[Options], Iterable[Finding]]
+ok, warning, problem = (partial(Finding, mark) for mark in ("ok", "warning", "problem"))
 
 
-def ok(topic: str, text: str) -> Finding:
-    return Finding("ok", topic, text)
-
-
-def warning(topic: str, text: str, remedy: str) -> Finding:
-    return Finding("warning", topic, text, remedy)
-
-
-def problem(topic: str, text: str, remedy: str) -> Finding:
-    return Finding("problem", topic, text, remedy)
+def ok_if(fine: object, topic: str, text: str, remedy: str, otherwise: Callable[..., Finding] = warning) -> Finding:
+    return ok(topic, text) if fine else otherwise(topic, text, remedy)
 
 
 # -------------------------------------------------------------------------------------------------- Python, packages
 
 
 def check_python(options: Options) -> Iterator[Finding]:
-    wanted, _, _ = requirements()
     where = f"Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
-    if wanted and not fits(f"python{wanted}", platform.python_version()):
-        yield problem("python", where, f"tapernorm needs Python {wanted}")
-    else:
-        yield ok("python", where)
-    revision = git_revision() or "not a git checkout"
-    text = f"{__version__}, {revision}, in {ROOT}"
-    other = installed_root()
-    if ROOT in [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]:
+    yield ok_if(sys.version_info >= (3, 11), "python", where, "tapernorm needs Python 3.11", problem)
+    text = f"{__version__}, {git_revision() or 'not a git checkout'}, in {ROOT}"
+    if ROOT in map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         yield ok("tapernorm", f"{text}, by PYTHONPATH")
-    elif other is None:
-        yield warning("tapernorm", f"{text}, not installed, so only train.py and evaluate.py find it", INSTALL)
-    elif other != ROOT:
-        yield warning("tapernorm", f"{text}; but the installed one, which scripts/ use, is in {other}", INSTALL)
+    elif other := installed_root():
+        differs = f"{text}; but the installed one, which scripts/ use, is in {other}"
+        yield ok_if(other == ROOT, "tapernorm", text if other == ROOT else differs, INSTALL)
     else:
-        yield ok("tapernorm", text)
+        yield warning("tapernorm", f"{text}, not installed, so only train.py and evaluate.py find it", INSTALL)
 
 
 def installed_root() -> Path | None:
-    """The directory that holds the installed tapernorm; of an editable installation, its source tree."""
-    try:
-        found = metadata.distribution("tapernorm")
-    except metadata.PackageNotFoundError:
-        return None
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        return Path(url2pathname(urlsplit(origin["url"]).path)).resolve()
-    return Path(str(found.locate_file(""))).resolve()
+    """The directory from which programs elsewhere import tapernorm."""
+    code = "import importlib.util; print(importlib.util.find_spec('tapernorm').origin)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    return Path(done.stdout.strip()).resolve().parents[1] if done.stdout else None
 
 
 def check_packages(options: Options) -> Iterator[Finding]:
     """Versions against the ranges of pyproject.toml."""
     _, needed, extras = requirements()
-    if not needed:
-        yield warning("packages", "neither pyproject.toml nor an installed tapernorm is there", INSTALL)
     fitting = []
     for text in needed:
         name, version = name_of(text), version_of(name_of(text))
-        if version is None:
-            yield problem("packages", f"{name} is not installed", INSTALL)
-        elif not fits(text, version):
-            yield problem("packages", f"{name} {version} is outside {text}", INSTALL)
-        else:
+        if version is not None and fits(text, version):
             fitting.append(f"{name} {version}")
+        else:
+            fault = f"{name} is not installed" if version is None else f"{name} {version} is outside {text}"
+            yield problem("packages", fault, INSTALL)
     if fitting:
         yield ok("packages", f"{len(fitting)} within their ranges: {', '.join(fitting)}")
     for extra, purpose in EXTRAS.items():
-        for text in extras.get(extra, [])[:1]:  # what the extra is named after; the rest comes with it
-            version = version_of(name_of(text))
-            if version is not None and not fits(text, version):
-                yield warning("extras", f"{name_of(text)} {version} is outside {text}", f"{INSTALL[:-1]}'.[{extra}]'")
+        for text in extras.get(extra, []):
+            name, version, remedy = name_of(text), version_of(name_of(text)), f"{INSTALL[:-1]}'.[{extra}]'"
+            if version is None or fits(text, version):
+                yield ok("extras", f"{name}, for {purpose}: {version or f'not installed, {remedy} brings it'}")
             else:
-                state = version or f"not installed, {INSTALL[:-1]}'.[{extra}]' brings it"
-                yield ok("extras", f"{name_of(text)}, for {purpose}: {state}")
-    text = next((text for text in extras.get("test", []) if name_of(text) == "transformers"), "transformers")
-    version = version_of("transformers")
-    if version is not None and not fits(text, version):
-        yield warning("extras", f"transformers {version} is outside {text}", f"pip install '{text}'")
-    else:
-        state = version or f"not installed, pip install '{text}' brings it"
-        yield ok("extras", f"transformers, for exports in its own layouts: {state}")
+                yield warning("extras", f"{name} {version} is outside {text}", remedy)
 
 
 def requirements() -> tuple[str, list[str], dict[str, list[str]]]:
     """(Python's range, requirements, requirements by extra): of the source tree, else of the installed package."""
     file = ROOT / "pyproject.toml"
-    if file.is_file() and sys.version_info >= (3, 11):
+    if file.is_file():
         import tomllib  # new in 3.11
 
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         return project["requires-python"], project["dependencies"], project["optional-dependencies"]
-    try:
-        found = metadata.metadata("tapernorm")
-    except metadata.PackageNotFoundError:
-        return ">=3.11", [], {}
-    needed: list[str] = []
-    extras: dict[str, list[str]] = {}
-    for text in found.get_all("Requires-Dist") or []:
+    found: dict[str, list[str]] = {}
+    for text in metadata.requires("tapernorm") or []:
         text, _, marker = text.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
-        (extras.setdefault(extra[1], []) if extra else needed).append(text.strip())
-    return found["Requires-Python"] or "", needed, extras
+        found.setdefault(extra[1] if extra else "", []).append(text.strip())
+    return metadata.metadata("tapernorm")["Requires-Python"], found.pop("", []), found
 
 
 def name_of(requirement: str) -> str:
-    found = re.match(r"[\w.-]+", requirement)
-    return found[0] if found else requirement
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def version_of(package: str) -> str | None:
@@ -191,15 +152,10 @@ def version_of(package: str) -> str | None:
 
 
 def fits(requirement: str, version: str) -> bool:
-    """Whether `version` is in the range of a requirement such as 'omegaconf>=2.3,<2.4'; only such ones are ours."""
+    """Whether `version` is in the range of a requirement such as 'omegaconf>=2.3,<2.4'."""
+    from packaging.requirements import Requirement
 
-    def numbers(text: str) -> tuple[int, ...]:
-        found = [int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text, maxsplit=1)[0])]
-        return tuple(found + [0] * (4 - len(found)))
-
-    here = numbers(version)
-    bounds = re.findall(r"(>=|<)\s*([\d.]+)", requirement)
-    return all(here >= numbers(bound) if sign == ">=" else here < numbers(bound) for sign, bound in bounds)
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
 IMPORTING = """
@@ -215,7 +171,7 @@ for name in sys.argv[1:]:
 
 
 def broken_modules() -> dict[str, str]:
-    """Installed packages that cannot be imported, with the reason. Which one kills the interpreter shows, too."""
+    """Installed packages that cannot be imported, with the reason, also where importing one kills the interpreter."""
     _, needed, _ = requirements()
     names = [MODULES.get(name_of(text), name_of(text)) for text in needed if version_of(name_of(text))]
     broken: dict[str, str] = {}
@@ -248,11 +204,10 @@ def check_environment(options: Options) -> Iterator[Finding]:
 
 def check_console(options: Options) -> Iterator[Finding]:
     encoding = (sys.stdout.encoding or "none").lower()
-    here = f"{encoding} on standard output, locale {'.'.join(filter(None, locale.getlocale())) or 'C'}"
-    if encoding.replace("-", "") == "utf8":
-        yield ok("console", here)
-    else:
-        yield warning("console", f"{here}: characters it lacks become '?'", "set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
+    text = f"{encoding} on standard output, locale {'.'.join(filter(None, locale.getlocale())) or 'C'}"
+    complete = encoding.replace("-", "") == "utf8"
+    text += "" if complete else ": characters it lacks become '?'"
+    yield ok_if(complete, "console", text, "set PYTHONUTF8=1 or LC_ALL=C.UTF-8")
 
 
 def check_limits(options: Options) -> Iterator[Finding]:
@@ -261,58 +216,36 @@ def check_limits(options: Options) -> Iterator[Finding]:
     except ImportError:  # Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} open files"
-    if 0 <= soft < FEW_FILES:
-        yield warning("limits", f"{text} are few for large data sets and W&B", f"ulimit -n {max(hard, FEW_FILES)}")
-    else:
-        yield ok("limits", text)
+    few = 0 <= soft < 1024  # -1: no limit
+    text = f"{soft} open files" + (" are few for large data sets and W&B" if few else "")
+    yield ok_if(not few, "limits", text, f"ulimit -n {max(hard, 1024)}")
 
 
 def check_memory(options: Options) -> Iterator[Finding]:
-    sizes = [limit for limit in (_physical_memory(), _cgroup_memory()) if limit]
-    if not sizes:
-        return
-    text = f"{min(sizes) / GIB:.1f} GiB for this process" + (", limited by its cgroup" if len(set(sizes)) > 1 else "")
-    if min(sizes) < LITTLE_MEMORY:
-        yield warning("memory", text, "model=tiny or 1m, a smaller trainer.batch_size")
-    else:
-        yield ok("memory", text)
-
-
-def _physical_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
+    sizes = []
+    with suppress(ValueError, OSError, AttributeError):  # Windows
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes").strip()
+    if limit.isdigit() and int(limit) < 2**60:  # version 1 has a huge number for 'no limit'
+        sizes.append(int(limit))
+    if sizes:
+        text = f"{min(sizes) / GIB:.1f} GiB for this process" + (", limited by its cgroup" if len(sizes) > 1 else "")
+        yield ok_if(min(sizes) >= 2 * GIB, "memory", text, "model=tiny or 1m, a smaller trainer.batch_size")
 
 
 def _cgroup(*names: str) -> str:
     """The first of a container's limit files that can be read, versions 2 and 1."""
     for name in names:
-        try:
+        with suppress(OSError, ValueError):
             return Path("/sys/fs/cgroup", name).read_text(encoding="ascii")
-        except (OSError, ValueError):
-            continue
     return ""
-
-
-def _cgroup_memory() -> int | None:
-    text = _cgroup("memory.max", "memory/memory.limit_in_bytes").strip()
-    return int(text) if text.isdigit() and int(text) < 2**60 else None  # version 1 has a huge number for 'no limit'
-
-
-def _cgroup_cores() -> float | None:
-    text = _cgroup("cpu.max").split()
-    if not text:
-        text = [_cgroup("cpu/cpu.cfs_quota_us").strip(), _cgroup("cpu/cpu.cfs_period_us").strip()]
-    return int(text[0]) / int(text[1]) if all(part.isdigit() for part in text) else None
 
 
 def cores() -> float:
     """Cores that this process may use: by its affinity and its container's quota."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cores()
-    return mine if quota is None else min(mine, quota)
+    quota = _cgroup("cpu.max").split()  # microseconds of computing, per microseconds; 'max' for no limit
+    return min(mine, int(quota[0]) / int(quota[1])) if quota and quota[0].isdigit() else mine
 
 
 def check_storage(options: Options) -> Iterator[Finding]:
@@ -326,15 +259,15 @@ def check_storage(options: Options) -> Iterator[Finding]:
         try:
             wanted = Path(tempfile.gettempdir() if given is None else given).expanduser().absolute()
             existing = next(path for path in (wanted, *wanted.parents) if path.exists())
-            where = f"{wanted}" + ("" if existing == wanted else " (will be made)")
             free = shutil.disk_usage(existing).free
             try_disk(existing)
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             reason = getattr(error, "strerror", None) or error
             yield problem(topic, f"{given or 'the temporary directory'} cannot be used: {reason}", remedy)
-            continue
-        text = f"{where}: {free / GIB:.1f} GiB free, write, fsync and rename work"
-        yield ok(topic, text) if free >= LITTLE_DISK else warning(topic, text, f"make room, or {remedy}")
+        else:
+            where = f"{wanted}" + ("" if existing == wanted else " (will be made)")
+            text = f"{where}: {free / GIB:.1f} GiB free, write, fsync and rename work"
+            yield ok_if(free >= GIB, topic, text, f"make room, or {remedy}")
 
 
 def try_disk(directory: Path) -> None:
@@ -346,12 +279,6 @@ def try_disk(directory: Path) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         file.rename(file.with_name("b"))
-        if os.name == "posix":  # elsewhere a directory cannot be opened
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
 
 
 def check_device(options: Options) -> Iterator[Finding]:
@@ -362,37 +289,16 @@ def check_device(options: Options) -> Iterator[Finding]:
     device = pick_device("auto")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     found = f"{len(names)} CUDA {torch.version.cuda} devices ({', '.join(names)})" if names else "no CUDA device"
-    works = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16) if computes(device, dtype)]
-    dtype = str(pick_dtype("auto", device)).removeprefix("torch.")
-    text = f"{found}; auto is {device} in {dtype}; supported there: {', '.join(['float32', *works])}"
-    if device.type != "cuda" and shutil.which("nvidia-smi"):
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-        remedy = "see CUDA_VISIBLE_DEVICES and nvidia-smi, or install torch for your driver from pytorch.org"
-        yield warning(
-            "device", f"{text}, although there is an NVIDIA driver (torch {torch.__version__}: {built})", remedy
-        )
-    else:
-        yield ok("device", text)
-
+    text = f"{found}; auto is {device} in {str(pick_dtype('auto', device)).removeprefix('torch.')}"
+    unused = device.type != "cuda" and shutil.which("nvidia-smi")
+    text += f", although there is an NVIDIA driver (torch {torch.__version__})" if unused else ""
+    remedy = "see CUDA_VISIBLE_DEVICES and nvidia-smi, or install torch for your driver from pytorch.org"
+    yield ok_if(not unused, "device", text, remedy)
     threads, available = torch.get_num_threads(), cores()
     chosen = os.environ.get("OMP_NUM_THREADS", "not set")
     text = f"{threads} threads (OMP_NUM_THREADS {chosen}), {available:g} of {os.cpu_count()} cores to use"
-    if hasattr(os, "getloadavg"):
-        text += f", load {os.getloadavg()[0]:.1f}"
-    if threads > max(available, 1):
-        yield warning("threads", text, f"more threads than cores are slow: OMP_NUM_THREADS={max(int(available), 1)}")
-    else:
-        yield ok("threads", text)
-
-
-def computes(device: Any, dtype: Any) -> bool:
-    import torch
-
-    try:
-        a = torch.ones(8, 8, device=device, dtype=dtype)
-        return bool((a @ a).float().sum().item() == 512)
-    except RuntimeError:
-        return False
+    remedy = f"more threads than cores are slow: OMP_NUM_THREADS={max(int(available), 1)}"
+    yield ok_if(threads <= max(available, 1), "threads", text, remedy)
 
 
 COMPILING = """
@@ -410,17 +316,16 @@ def check_compile(options: Options) -> Iterator[Finding]:
         own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         own["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # which pays from the second kernel on
         code, _, said = in_child(COMPILING, seconds=COMPILE_SECONDS, **own)
-    remedy = "trainer.compile=false, the default, does without"
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if code == 0:
-        yield ok("torch.compile", "works")
+        text = "works"
     elif code is None:
-        yield warning("torch.compile", f"is not done within {COMPILE_SECONDS:.0f} s; is the machine busy?", remedy)
+        text = f"is not done within {COMPILE_SECONDS:.0f} s; is the machine busy?"
     elif compiler is None or not shutil.which(compiler.split()[0]):
-        missing = f"CXX={compiler}" if compiler else "g++ or clang++"
-        yield warning("torch.compile", f"finds no C++ compiler ({missing})", f"install one, or {remedy}")
+        text = f"finds no C++ compiler ({f'CXX={compiler}' if compiler else 'g++ or clang++'})"
     else:
-        yield warning("torch.compile", f"fails ({last_line(said, code)})", remedy)
+        text = f"fails ({last_line(said, code)})"
+    yield ok_if(code == 0, "torch.compile", text, "trainer.compile=false, the default, does without")
 
 
 # ----------------------------------------------------------------------------------------------------------- services
@@ -442,14 +347,10 @@ def check_tokenizer(options: Options) -> Iterator[Finding]:
 def check_hub(options: Options) -> Iterator[Finding]:
     from huggingface_hub import constants, get_token
 
-    cache = Path(constants.HF_HUB_CACHE)
-    kept = sorted(path.name for path in cache.glob("*--*")) if cache.is_dir() else []
-    text = f"cache {cache} ({len(kept)} repositories), token {'set' if get_token() else 'not set'}"
-    offline = [
-        name
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
-    ]
+    kept = list(Path(constants.HF_HUB_CACHE).glob("*--*"))
+    text = f"cache {constants.HF_HUB_CACHE} ({len(kept)} repositories), token {'set' if get_token() else 'not set'}"
+    switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+    offline = [name for name in switches if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
     if offline:
         yield ok("hub", f"{text}; offline by {', '.join(offline)}")
     elif reason := unreachable(constants.ENDPOINT):
@@ -492,22 +393,15 @@ def unreachable(address: str) -> str | None:
 # ----------------------------------------------------------------------------------------------------------- training
 
 TINY: dict[str, Any] = {
-    "model": {"name": "tiny", "n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},
-    "norm": {"kind": "taper", "name": "all_taper", "sites": ["attn", "mlp", "final"]},
+    "model": {"n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},
+    "norm": {"kind": "taper", "sites": ["attn", "mlp", "final"]},
     "anchor": {"kind": "fixed_target"},
     "gate": {"k_warmup": 5, "k_taper": 9},
     "calibration": {"window": 3},
     "dataset": {"kind": "toy", "stories": 100, "valid_stories": 20, "vocab_size": 300},
     "optim": {"lr": 0.003},
-    "trainer": {
-        "max_steps": 12,
-        "batch_size": 4,
-        "val_interval": 12,
-        "val_tokens": 512,
-        "save_interval": 7,
-        "samples": 0,
-        "progress": "none",
-    },
+    "trainer": {"max_steps": 12, "batch_size": 4, "val_interval": 12, "val_tokens": 512, "save_interval": 7}
+    | {"samples": 0, "progress": "none"},
     "tracking": {"wandb": "disabled"},
     "report": False,
 }
@@ -517,7 +411,7 @@ def self_test(folder: Path) -> None:
     """Train through warmup, calibration and taper, resume from the middle, fold. Raises AssertionError in words."""
     import torch
 
-    from tapernorm.config.options import build, resolve
+    from tapernorm.config.resolve import build, resolve
     from tapernorm.model.fold import fold
     from tapernorm.runtime.device import pick_device
     from tapernorm.training import checkpoint
@@ -526,10 +420,9 @@ def self_test(folder: Path) -> None:
     config = resolve(build({**TINY, "cache_dir": str(folder / "cache")}))
 
     def run(name: str, start: Path | None = None) -> tuple[Path, dict[str, Any]]:
-        directory = folder / name
-        directory.mkdir(parents=True, exist_ok=True)
-        summary = train(config, directory, start, say=lambda line: None)
-        return checkpoint.path_at(directory, config.trainer.max_steps), summary
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        summary = train(config, folder / name, start, say=lambda line: None)
+        return checkpoint.path_at(folder / name, config.trainer.max_steps), summary
 
     last, summary = run("whole")
     require(summary["val_loss"] is not None and summary["gate"] == 0.0, "the gate did not reach 0")
@@ -594,22 +487,21 @@ def examine(options: Options, show: Callable[[Finding], None]) -> list[Finding]:
 
     def take(found: Iterable[Finding]) -> None:
         for finding in found:
-            finding = Finding(finding.mark, finding.topic, redact(finding.text), redact(finding.remedy))
-            findings.append(finding)
-            show(finding)
+            findings.append(replace(finding, text=redact(finding.text), remedy=redact(finding.remedy)))
+            show(findings[-1])
 
-    pool = ThreadPoolExecutor(len(SLOW) + 2)
-    try:
+    with ThreadPoolExecutor(len(SLOW)) as pool:
         slow = [pool.submit(run_check, check, options, ("torch",)) for check in SLOW]
-        for check in BEFORE_IMPORTS:
-            take(run_check(check, options))
-        options = replace(options, broken=broken_modules())
-        quick = [pool.submit(run_check, check, options, needs) for check, needs in AFTER_IMPORTS.items()]
-        for future in (*quick, *slow):
-            take(future.result())
-    finally:  # also after Ctrl-C: nothing goes on, and no temporary directory stays
-        end_children()
-        pool.shutdown(wait=True, cancel_futures=True)
+        try:
+            for check in BEFORE_IMPORTS:
+                take(run_check(check, options))
+            options = replace(options, broken=broken_modules())
+            for check, needs in AFTER_IMPORTS.items():
+                take(run_check(check, options, needs))
+            for future in slow:
+                take(future.result())
+        finally:  # also after Ctrl-C: nothing goes on, and no temporary directory stays
+            end(*_children)
     return findings
 
 
@@ -638,11 +530,8 @@ def redact(text: str) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    content = {
-        "tapernorm": __version__,
-        "git_revision": git_revision(),
-        "findings": [asdict(finding) for finding in findings],
-    }
+    about = {"tapernorm": __version__, "git_revision": git_revision()}
+    content = {**about, "findings": [asdict(finding) for finding in findings]}
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -659,7 +548,6 @@ def in_child(code: str, *arguments: str, seconds: float, **environment: str) -> 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         encoding="utf-8",
         errors="replace",
         env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **environment},
@@ -667,26 +555,21 @@ def in_child(code: str, *arguments: str, seconds: float, **environment: str) -> 
     )
     _children.add(child)
     try:
-        out, error = child.communicate(timeout=seconds)
-        return child.returncode, out, error
+        out, said = child.communicate(timeout=seconds)
+        return child.returncode, out, said
     except subprocess.TimeoutExpired:
         end(child)
-        out, error = child.communicate()
-        return None, out, error
+        return None, *child.communicate()
     finally:
+        end(child)
         _children.discard(child)
 
 
-def end(child: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except (AttributeError, OSError):  # Windows, or it has ended
-        child.kill()
-
-
-def end_children() -> None:
-    for child in list(_children):
-        end(child)
+def end(*children: subprocess.Popen[str]) -> None:
+    for child in children:
+        if child.poll() is None:
+            with suppress(OSError):  # it has ended meanwhile
+                os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
 
 
 def last_line(said: str, code: int | None) -> str:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import errno
 import os
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from tapernorm.config.options import Config, DatasetConfig, NormConfig
-from tapernorm.config.schema import ConfigError, all_keys, unknown_key
+from tapernorm.config.options import Config
+from tapernorm.config.schema import ConfigError, wrong_key
 from tapernorm.runtime import dist
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
@@ -74,15 +72,11 @@ def explain(error: BaseException, schema: type = Config) -> str:
         return text
     if isinstance(error, OSError) and _not_allowed(error):
         return f"{error.filename}: {error.strerror}"
-    valid = [key for key, _ in all_keys(schema)]
     if isinstance(error, MissingConfigException) and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return _unknown_choice(group, choice, error.options)
     if found := re.match(r"Could not override '([^']+)'", text):
-        key = found[1]
-        if suite := re.match(r"suite\.[^.]+", key):  # its data sets have the keys of `dataset`
-            valid += [suite[0] + name.removeprefix("dataset") for name in valid if name.startswith("dataset.")]
-        return _not_in_choice(key) if key in valid else unknown_key(key, _with_sections(valid))
+        return wrong_key(found[1], schema)
     if found := re.match(r"Ambiguous value for argument '(.+)'", text):
         quoted = f"put quotes inside quotes around a text with commas: \"{found[1]}='a, b'\""
         sweep = "add --multirun for a sweep, " if schema is Config else ""
@@ -101,10 +95,6 @@ def choices(group: Path) -> list[str]:
     return sorted(path.relative_to(group).with_suffix("").as_posix() for path in group.rglob("*.yaml"))
 
 
-def _with_sections(keys: list[str]) -> list[str]:
-    return [*dict.fromkeys(key.partition(".")[0] for key in keys if "." in key), *keys]
-
-
 def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
     group, *folders = group.split("/") if (CONFIGS / group.partition("/")[0]).is_dir() else [group]
     choice = "/".join([*folders, choice])
@@ -114,17 +104,3 @@ def _unknown_choice(group: str, choice: str, options: Iterable[str]) -> str:
     if group == "hydra/launcher" and choice in EXTRAS:
         hint = f"it is an extra: pip install -c constraints.txt -e '.[{EXTRAS[choice]}]'; "
     return f"unknown choice {group}={choice}; {hint}{group} has {', '.join(names)}"
-
-
-def _not_in_choice(key: str) -> str:
-    """A key that exists, but not with the chosen kind of norm or data set."""
-    section, _, name = key.partition(".")
-    if section == "suite":
-        return f"the chosen suite has no key '{key}'; --cfg job shows those that it has"
-    variants: dict[str, Any] = {"norm": NormConfig, "dataset": DatasetConfig}
-    kinds = [
-        str(cls.__pydantic_fields__["kind"].default)
-        for cls in typing.get_args(variants.get(section))
-        if name.partition(".")[0] in {field.name for field in dataclasses.fields(cls)}
-    ]
-    return f"the chosen {section} has no key '{key}'; the kinds {', '.join(kinds)} have it"

@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from tapernorm.cli import errors as faults
 from tapernorm.cli import run, sweep
 from tapernorm.config.options import Config, DatasetConfig, NormConfig
+from tapernorm.config.paths import DATASET, absolute_paths
 from tapernorm.config.programs import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
-from tapernorm.config.schema import ConfigError, all_keys, fields_of, leaves, to_dict, validate
+from tapernorm.config.schema import ConfigError, all_keys, defaults, fields_of, leaves, to_dict, validate
 from tapernorm.runtime import dist
 from tapernorm.runtime.signals import stopped_by_signals
 
@@ -57,20 +58,6 @@ HELP_KEYS = (
     "sweep.fail_fast",
     "sweep.dry_run",
 )
-PATH_KEYS = (
-    "tokenizer.ranks",
-    "model.init",
-    "runs_dir",
-    "run_dir",
-    "cache_dir",
-    "resume",
-    "checkpoint",
-    "baseline",
-    "save_folded",
-    "out",
-)
-RESERVED = {"model.init": "random", "resume": "auto"}
-DATASET = r"(dataset|suite\.[^.]+)(\.source|\.reference)?"  # where the configuration of one may stand
 
 
 def launch(
@@ -278,45 +265,6 @@ def plain(tree: DictConfig) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
 
 
-def absolute_paths(tree: dict[str, Any], launch_dir: Path) -> dict[str, Any]:
-    """Input and output paths relative to the directory of the launch, whatever directory Hydra changes to."""
-
-    def absolute(key: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [absolute(key, item) for item in value]
-        if not isinstance(value, str) or value in ("", "???"):
-            return value
-        if key in ("checkpoint", "baseline") and _is_hub_id(value, launch_dir):
-            return value
-        return os.path.abspath(launch_dir / Path(value).expanduser())  # noqa: PTH100  (resolve() follows links)
-
-    def is_path(key: str, value: Any) -> bool:
-        if value == RESERVED.get(key):
-            return False
-        if key == "model.init" or re.fullmatch(rf"{DATASET}\.path", key):  # a hub id unless it exists here
-            return isinstance(value, str) and (launch_dir / Path(value).expanduser()).exists()
-        return key in PATH_KEYS or re.fullmatch(rf"{DATASET}\.(train|valid)", key) is not None
-
-    def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
-        result = {}
-        for name, value in node.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, dict):
-                result[name] = walk(value, f"{key}.")
-            else:
-                result[name] = absolute(key, value) if is_path(key, value) else value
-        return result
-
-    return walk(tree, "")
-
-
-def _is_hub_id(value: str, launch_dir: Path) -> bool:
-    """Whether an 'owner/name' is meant for the hub: there is no such directory here, nor one of the owner's name."""
-    owner, slash, name = value.partition("/")
-    named = slash and all(re.fullmatch(r"[\w-][\w.-]*", part, flags=re.ASCII) for part in (owner, name))
-    return bool(named) and not (launch_dir / owner).exists()
-
-
 # --------------------------------------------------------------------------------------------------------- registration
 
 
@@ -332,20 +280,14 @@ def register() -> None:
     for section, variants in {"norm": NormConfig, "dataset": DatasetConfig}.items():
         tree[section] = {}
         for cls in typing.get_args(variants):
-            node = _defaults(cls)
+            node = defaults(cls)
             store.store(group=f"schema/{section}", name=node["kind"], node=node, provider="tapernorm")
     store.store(name="schema", node=tree, provider="tapernorm")
-    store.store(name="schema_evaluate", node=_defaults(EvaluateConfig), provider="tapernorm")
-    store.store(name="schema_generate", node=_defaults(GenerateConfig), provider="tapernorm")
-    store.store(name="schema_export_hf", node=_defaults(ExportConfig), provider="tapernorm")
+    store.store(name="schema_evaluate", node=defaults(EvaluateConfig), provider="tapernorm")
+    store.store(name="schema_generate", node=defaults(GenerateConfig), provider="tapernorm")
+    store.store(name="schema_export_hf", node=defaults(ExportConfig), provider="tapernorm")
     store.store(name="schema_benchmark", node=to_dict(BenchmarkConfig()), provider="tapernorm")
     store.store(group="hydra", name="config", node=_hydra_settings(), provider="tapernorm")
-
-
-def _defaults(cls: Any) -> dict[str, Any]:
-    fields = cls.__pydantic_fields__.items()
-    values = {name: "???" if info.is_required() else info.get_default() for name, info in fields}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _hydra_settings() -> HydraConf:
@@ -368,7 +310,7 @@ def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
     """The page of --help: description, groups with their choices, keys with default and meaning."""
     fields = dict(fields_of(schema))
     rows = dict(all_keys(schema)) | fields
-    defaults = dict(leaves(to_dict(Config()) if schema is Config else _defaults(schema)))
+    values = dict(leaves(to_dict(Config()) if schema is Config else defaults(schema)))
     lines = [description.strip()]
     folders = [path for path in CONFIGS.iterdir() if path.is_dir() and (schema is Config or path.name in fields)]
     if folders:
@@ -377,7 +319,7 @@ def help_text(description: str, schema: type, shown: Iterable[str]) -> str:
             lines.append(f"  {folder.name:<12} {', '.join(faults.choices(folder))}")
     lines += ["", "Keys (key=value), with their defaults:"]
     for key in shown:
-        default = defaults.get(key, "???")
+        default = values.get(key, "???")
         value = (
             "null"
             if default is None

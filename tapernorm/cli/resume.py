@@ -11,18 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.options import Config, build, resolve
-from tapernorm.config.schema import (
-    ConfigError,
-    all_keys,
-    class_of,
-    leaves,
-    to_dict,
-    unknown_key,
-)
-from tapernorm.runtime.log import in_use
-from tapernorm.runtime.record import Tree
-from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, _saved_tree, load_run, show, within
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
+from tapernorm.config.schema import ConfigError, all_keys, check_known, leaves, read_yaml
+from tapernorm.runtime.log import LOCK_FILE, in_use
+from tapernorm.runtime.record import METRICS_FILE, Tree
+from tapernorm.runtime.saved import ADJUSTABLE, OWN, Saved, load_run, show, within
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def claim_directory(directory: Path) -> bool:
 
 def _unclaim(directory: Path) -> None:
     """Take a directory away again in which only our own configuration files are."""
-    ours = {".hydra", "config.yaml", "data.json", "run.log", "summary.json"}
+    ours = {".hydra", "config.yaml", "data.json", METRICS_FILE, "run.log", LOCK_FILE, "summary.json"}
     if {path.name for path in directory.iterdir()} <= ours:
         for path in [*(directory / ".hydra").iterdir(), *directory.iterdir()]:
             if path.is_file():
@@ -103,22 +97,7 @@ def safe_name(text: str) -> str:
 def check_keys(composed: Tree) -> None:
     """Raise ConfigError for a key that is not in the schema and for a missing value; ranges are left to `build`."""
     _refuse_folded(composed, "norm.kind=folded")
-    sections = [name for name, value in to_dict(Config()).items() if isinstance(value, dict)]
-    for section in sections:
-        if not isinstance(composed.get(section, {}), dict):
-            raise ConfigError(
-                f"{section}={composed[section]}: a configuration that is replayed has no groups to choose from; "
-                f"override its keys one by one, as in {section}.name=..."
-            )
-    known = [key for key, _ in all_keys(Config)]
-    for section in ("norm", "dataset"):  # of the chosen kind alone
-        known = [key for key in known if not key.startswith(f"{section}.")]
-        known += [key for key, _ in all_keys(class_of(Config, section, composed), f"{section}.")]
-    for key, value in leaves(composed):
-        if key not in known:
-            raise ConfigError(unknown_key(key, known))
-        if value == "???":
-            raise ConfigError(f"{key} is missing: give it a value, as in {key}=...")
+    check_known(composed, Config)
 
 
 def _refuse_folded(tree: Any, what: str) -> None:
@@ -136,8 +115,8 @@ def _resume(composed: Tree, overrides: Sequence[str]) -> Start | Saved:
     if not (checkpoint or directory).is_dir():
         raise ConfigError(f"resume={resume}: there is no such directory")
     tree = None
-    with suppress(OSError, ConfigError):  # what is unreadable is reported below
-        tree = _saved_tree((checkpoint or directory) / "config.yaml")
+    with suppress(ConfigError):  # what is unreadable is reported below
+        tree = read_yaml((checkpoint or directory) / "config.yaml")
     _refuse_folded(tree, f"resume={resume}")
     if run_dir and Path(run_dir) != directory:
         raise ConfigError(f"resume={resume} goes on in that directory; leave run_dir={run_dir} out")

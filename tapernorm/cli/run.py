@@ -21,7 +21,8 @@ from pathlib import Path
 from tapernorm import git_revision
 from tapernorm.cli import errors as faults
 from tapernorm.cli.resume import Start, _resume, _resume_auto, _unclaim, check_keys, claim
-from tapernorm.config.options import Config, build, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import (
     ConfigError,
     write_yaml,

@@ -28,16 +28,16 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from tapernorm.analysis.table import print_table
 from tapernorm.cli import errors as faults
 from tapernorm.cli import run
 from tapernorm.cli.resume import Start, changes, check_keys, claim_directory, go_on, safe_name
-from tapernorm.config.options import build, resolve
+from tapernorm.config.paths import absolute_paths
+from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.log import InUse, append_log, in_use
 from tapernorm.runtime.progress import clock
 from tapernorm.runtime.record import Tree, load_summary, write_summary
-from tapernorm.runtime.saved import DONE, OWN, Saved, is_baseline, load_run, match_key, within
+from tapernorm.runtime.saved import DONE, OWN, Saved, load_run, within
 from tapernorm.runtime.signals import Stopped, stop_at_once
 
 LONGEST_NAME = 100
@@ -257,7 +257,7 @@ def _compose(
     Raises one of faults.COMPOSITION_ERRORS for faults of composition, unknown keys, missing values and changed
     settings. A value out of its range is left to its job to report, so that the others run.
     """
-    from tapernorm.cli.main import absolute_paths, plain
+    from tapernorm.cli.main import plain
 
     tree = GlobalHydra.instance().config_loader().load_sweep_config(config, list(overrides))
     with read_write(tree), open_dict(tree):
@@ -331,7 +331,7 @@ def _outlook(number: int) -> str:
     if started is None or not started.took:
         return ""
     names = started.jobs[number:]
-    left = sum(_read(started.directory / name)[0]["status"] not in DONE for name in names)
+    left = sum(_summary(started.directory / name)["status"] not in DONE for name in names)
     return f"  ({left} of {len(started.jobs)} left, about {clock(left * sum(started.took) / len(started.took))})"
 
 
@@ -397,6 +397,8 @@ def report() -> bool:
 
     It is built from the files, as the jobs may have run in other processes.
     """
+    from tapernorm.analysis.format import number, print_table
+
     global started
     if started is None:
         return False
@@ -404,8 +406,9 @@ def report() -> bool:
     rows = rows_of(sweep)
     incomplete = [row for row in rows if row["failed"]]
     stopped = [row for row in incomplete if row["status"] in ("interrupted", "running", "not run")]
+    texts = [[number(row[column], form) for column, (_, form) in COLUMNS.items()] for row in rows]
     with suppress(OSError):
-        print_table(rows, COLUMNS, FORMATS, n_left=4)
+        print_table(list(COLUMNS), texts, n_left=4)
     for row in incomplete:
         if row not in stopped:
             _say(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
@@ -426,59 +429,46 @@ def write_report(directory: Path) -> None:
         _say(f"warning: no report ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
-COLUMNS = (
-    "job", "status", "norm", "anchor", "seed", "val loss", "gap %", "loss T*", "drift", "mismatch", "at end", "steps",
-    "seconds",
-)  # fmt: skip
-FORMATS = dict.fromkeys(("val loss", "loss T*"), "{:.4f}") | dict.fromkeys(("gap %", "drift"), "{:+.2f}")
-FORMATS |= {"mismatch": "{:.2f}", "at end": "{:.2f}", "seconds": "{:.1f}"}
+COLUMNS = {  # with what stands in them, and how it is written
+    "job": ("run", ""), "status": ("status", ""), "norm": ("norm", ""), "anchor": ("anchor", ""), "seed": ("seed", ""),
+    "val loss": ("val_loss", ".4f"), "gap %": ("gap_percent", "+.2f"), "loss T*": ("val_loss_best_temperature", ".4f"),
+    "drift": ("drift", "+.2f"), "mismatch": ("mismatch_gate_0", ".2f"), "at end": ("mismatch_end", ".2f"),
+    "steps": ("steps", ""), "seconds": ("seconds", ".1f"),
+}  # fmt: skip
 
 
 def rows_of(sweep: Sweep) -> list[Tree]:
     """One row per job. The gap is to the baseline without an anchor that shares every other setting and the seed."""
+    from tapernorm.analysis.compare import compare_runs
+    from tapernorm.analysis.runs import read
+
     folders = sorted(path.parent.parent.name for path in sweep.directory.glob("*/.hydra/config.yaml"))
-    losses: dict[str, float] = {}
+    names = list(dict.fromkeys([*sweep.jobs, *folders]))
+    comparison = compare_runs([read(sweep.directory / name) for name in names])
+    known = {run.name: (mode, run) for mode in comparison.modes for run in mode.runs}
     rows: list[Tree] = []
-    for name in dict.fromkeys([*sweep.jobs, *folders]):
-        summary, config = _read(sweep.directory / name)
-        match = match_key(config)
-        loss, kind = summary.get("val_loss"), config.get("norm", {}).get("kind")
-        mismatch = summary.get("mismatch") or {}
-        if summary.get("status") != "finished":
-            loss = None  # of a diverged run, a number that means nothing beside the others
-        if loss is not None and is_baseline(config):
-            losses[match] = loss
-        rows.append(
-            {
-                "job": name,
-                **{key: summary.get(key) for key in ("status", "norm", "anchor", "seed", "steps", "seconds", "error")},
-                "val loss": loss,
-                "loss T*": None if loss is None else summary.get("val_loss_best_temperature"),
-                "drift": summary.get("drift") if "mismatch" in summary else None,  # older ones have another zero
-                "mismatch": mismatch.get("gate_0"),
-                "at end": mismatch.get("end"),
-                "match": match,
-                "failed": name in (sweep.jobs or folders) and is_failure(summary, kind),
-            }
-        )
-    for row in rows:
-        base, loss = losses.get(row["match"]), row["val loss"]
-        row["gap %"] = None if base is None or loss is None else 100 * (loss / base - 1)
+    for mode, job in (known[name] for name in names):
+        summary, found = _summary(job.directory), comparison.row(mode, job)
+        values = found | {key: summary.get(key) for key in ("status", "norm", "anchor", "seed", "steps")}
+        if not job.finished:  # of a diverged run, numbers that mean nothing beside the others
+            values |= {"val_loss": None, "val_loss_best_temperature": None}
+        failed = job.name in (sweep.jobs or folders) and is_failure(summary, job.setting("norm", "kind"))
+        row = {column: values[key] for column, (key, _) in COLUMNS.items()}
+        rows.append(row | {"error": summary.get("error"), "failed": failed})
     return rows
 
 
-def _read(directory: Path) -> tuple[Tree, Tree]:
-    """(summary, resolved configuration) of a job's directory, as far as there is one."""
+def _summary(directory: Path) -> Tree:
+    """summary.json of a job's directory, or what else can be told of it."""
     try:
         saved = load_run(directory)
     except ConfigError:  # never started, or its configuration could not be built
         file = directory / "summary.json"
-        return (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}), {}
-    resolved = saved.resolved
-    begun = {  # it runs, or was killed
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"status": "not run"}
+    settings = saved.resolved
+    return saved.summary or {  # it runs, or was killed
         "status": "running" if in_use(directory) else "interrupted",
-        "norm": resolved["norm"]["name"],
-        "anchor": resolved["anchor"]["kind"],
-        "seed": resolved["seed"],
+        "norm": settings["norm"]["name"],
+        "anchor": settings["anchor"]["kind"],
+        "seed": settings["seed"],
     }
-    return saved.summary or begun, resolved

@@ -1,35 +1,30 @@
 """The training configuration: every key with its type, default, range and one-line meaning.
 
-Hydra composes YAML groups and the command line into a tree; `build` checks that tree against the dataclasses below
-and returns a frozen `Config`, after which OmegaConf is behind us. `resolve` computes every value that derives from
-others, once. What the other entry points can be told is in commands.py. Nothing here imports torch, so a wrong key is
-reported before anything slow happens.
+Hydra composes YAML groups and the command line into a tree, of which resolve.build makes a frozen `Config`. What the
+other programs can be told is in programs.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from tapernorm.config.schema import (
-    DEVICE_PATTERN,
+    DEVICES,
     SCHEMA,
-    ConfigError,
+    Decay,
+    Device,
+    Fraction,
+    NonNegative,
     NonNegativeInt,
+    Positive,
     PositiveInt,
     Seed,
     Share,
     meaning,
-    validate,
 )
-from tapernorm.config.sites import STAGES, removal_order, select_sites
-
-# --------------------------------------------------------------------------------------------------------------- model
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -47,28 +42,23 @@ class ModelConfig:
     vocab_size: PositiveInt | None = meaning("null: the tokenizer's; a number must equal it", None)
     tied: bool = meaning("the head shares the embedding's matrix", True)
     positions: Literal["rotary", "learned"] = meaning("rotary turns queries and keys; learned adds a table", "rotary")
-    rope_theta: Annotated[float, Field(gt=0)] = meaning("rotary only: base of the frequencies", 10000.0)
-    mlp: Literal["swiglu", "gelu"] = meaning(
-        "down(silu(gate) * up), or down(gelu(up)) with GPT-2's tanh form", "swiglu"
-    )
+    rope_theta: Positive = meaning("rotary only: base of the frequencies", 10000.0)
+    mlp: Literal["swiglu", "gelu"] = meaning("down(silu(gate) * up), or GPT-2's down(gelu(up)), tanh form", "swiglu")
     biases: bool = meaning("a bias in every projection of the blocks", False)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = meaning("of embeddings, attention and both residual branches", 0.0)
+    dropout: Decay = meaning("of embeddings, attention and both residual branches", 0.0)
     norm_family: Literal["rms", "layer"] = meaning("what is tapered: RMSNorm or LayerNorm", "rms")
-    norm_eps: Annotated[float | None, Field(gt=0)] = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
+    norm_eps: Positive | None = meaning("null: 1e-6 for rms, 1e-5 for layer", None)
     init: str = meaning(
-        "'random', or what to start from: directory of a run or checkpoint; GPT-2 or Llama in Hugging Face form, "
-        "directory or hub id",
+        "'random', or what to start from: a run, a checkpoint, or GPT-2 or Llama in Hugging Face form or by hub id",
         "random",
     )
-    init_std: Annotated[float, Field(gt=0)] = meaning("standard deviation of the initial matrices", 0.02)
-    embed_std: Annotated[float | None, Field(gt=0)] = meaning("the same of the token embedding; null: init_std", None)
+    init_std: Positive = meaning("standard deviation of the initial matrices", 0.02)
+    embed_std: Positive | None = meaning("the same of the token embedding; null: init_std", None)
 
     @property
     def n_head(self) -> int:
         return self.d_model // self.head_dim
 
-
-# ---------------------------------------------------------------------------------------------------------------- norm
 
 SITES_MEANING = (
     "which norms: 'attn', 'mlp' (in every block), 'final', or with block numbers: '0.attn', '2-5.mlp', "
@@ -82,10 +72,7 @@ class StandardNormConfig:
 
     kind: Literal["standard"] = "standard"
     name: str = meaning("label in tables and directory names", "baseline")
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return ()
+    sites: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -113,7 +100,7 @@ class DyTConfig:
     kind: Literal["dyt"] = "dyt"
     name: str = meaning("label in tables and directory names", "dyt")
     sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
-    alpha: Annotated[float, Field(gt=0)] = meaning("initial alpha", 0.5)
+    alpha: Positive = meaning("initial alpha", 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -123,7 +110,7 @@ class DerfConfig:
     kind: Literal["derf"] = "derf"
     name: str = meaning("label in tables and directory names", "derf")
     sites: tuple[str, ...] = meaning(SITES_MEANING, ("attn", "mlp", "final"))
-    alpha: Annotated[float, Field(gt=0)] = meaning("initial alpha", 0.5)
+    alpha: Positive = meaning("initial alpha", 0.5)
     shift: float = meaning("initial s", 0.0)
 
 
@@ -158,7 +145,7 @@ class FoldedNormConfig:
 AnyNormConfig = NormConfig | FoldedNormConfig
 
 
-# -------------------------------------------------------------------------------------------- anchor, gate, calibration
+HOLDING = ("fixed_target", "log_target", "mean_log")  # the anchors that hold the scale at a level
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -168,17 +155,11 @@ class AnchorConfig:
     batch_mean, FakeLN's, has no target to wait for and acts from the first step.
     """
 
-    kind: Literal["none", "fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"] = meaning(
-        "which scale loss", "none"
-    )
-    weight: Annotated[float, Field(ge=0)] = meaning(
-        "dimensionless strength: lambda * s_tgt^2 for fixed_target, lambda for the log forms", 1.0
-    )
-    absolute_weight: Annotated[float | None, Field(ge=0)] = meaning(
-        "fixed_target only: lambda itself, instead of weight", None
-    )
-    spread_weight: Annotated[float, Field(ge=0)] = meaning("batch_mean only: lambda itself", 0.1)
-    z_weight: Annotated[float, Field(ge=0)] = meaning("z_loss only: lambda itself", 1e-4)
+    kind: Literal["none", "fixed_target", "log_target", "mean_log", "batch_mean", "z_loss"] = "none"
+    weight: NonNegative = meaning("lambda * s_tgt^2 for fixed_target, lambda for the log forms: dimensionless", 1.0)
+    absolute_weight: NonNegative | None = meaning("fixed_target only: lambda itself, instead of weight", None)
+    spread_weight: NonNegative = meaning("batch_mean only: lambda itself", 0.1)
+    z_weight: NonNegative = meaning("z_loss only: lambda itself", 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -190,16 +171,13 @@ class GateConfig:
         "cosine",
     )
     k_warmup: NonNegativeInt | None = meaning(
-        "last normalized step; null: max(5 % of the run, end of the learning-rate warmup, min(100, 15 % of the run))",
-        None,
+        "last normalized step; null: the largest of 5 % of the run, optim.warmup_steps, min(100, 15 % of the run)", None
     )
     k_taper: PositiveInt | None = meaning("first step with gate 0; null: k_taper_share of the run", None)
-    k_taper_share: Annotated[float, Field(gt=0, le=1)] = meaning("k_taper as a share of trainer.max_steps", 0.5)
+    k_taper_share: Fraction = meaning("k_taper as a share of trainer.max_steps", 0.5)
     first_removal: PositiveInt | None = meaning("sequential only: k_warmup where that is null", None)
     gaps: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=3)] | None = meaning(
-        "sequential only: steps from one removal to the next of MLP norms, of Q and K, of V, which decides k_taper; "
-        "null: evenly until k_taper",
-        None,
+        "sequential only: steps between removals of MLP norms, of Q and K, of V; null: evenly until k_taper", None
     )
 
 
@@ -208,27 +186,18 @@ class CalibrationConfig:
     """How the per-layer scalar c is chosen, and the level of the residual stream that it is chosen for."""
 
     kind: Literal["tracked", "ema", "one_batch", "none"] = meaning(
-        "tracked follows the stream until the gate has closed; ema and one_batch end at k_warmup; none is c = 1",
-        "tracked",
+        "tracked follows the stream until the gate is 0; ema and one_batch end at k_warmup; none is c = 1", "tracked"
     )
     fit: Literal["least_squares", "inverse_mean", "log"] | None = meaning(
         "what c stands in for 1/r by; null: log for tracked, else least_squares, as published", None
     )
-    decay: Annotated[float | None, Field(ge=0, lt=1)] = meaning(
-        "EMA decay per optimizer step; null: 0.5 for tracked, else 0.99", None
-    )
+    decay: Decay | None = meaning("EMA decay per optimizer step; null: 0.5 for tracked, else 0.99", None)
     window: PositiveInt | None = meaning(
-        "ema and fake_ln: steps before k_warmup that feed it; null: half the warmup, at least 30, at most 1/(1-decay)",
-        None,
+        "ema and fake_ln: steps before k_warmup that feed it; null: half the warmup, from 30 to 1/(1-decay)", None
     )
-    level: Annotated[float | None, Field(gt=0)] = meaning(
-        "scale of the residual stream before the final norm that it is brought to at k_warmup, the function unchanged; "
-        "null: as it is",
-        None,
+    level: Positive | None = meaning(
+        "scale before the final norm that the stream gets at k_warmup, the function unchanged; null: its own", None
     )
-
-
-# ------------------------------------------------------------------------------------------------- dataset, tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -258,8 +227,7 @@ class HubDatasetConfig:
     streaming: bool = meaning("read the hub's files as a stream instead of downloading all of them first", True)
     field: str = meaning("column that holds the text", "text")
     valid_split: str | None = meaning(
-        "the hub's split that validates; null: held_out of train, as with local files of which none is named *valid*",
-        "validation",
+        "split that validates; null: held_out of train, as for local files of which none is *valid*", "validation"
     )
     held_out: Share = meaning("share of the training documents, chosen by their hash, that validates then", 0.05)
     split_seed: Annotated[int, Field(ge=0, lt=2**64)] = meaning("of the choice of the held-out documents", 0)
@@ -275,9 +243,7 @@ class TextDatasetConfig:
     name: str = meaning("label in tables", "text")
     vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 4096)
     train: str | tuple[str, ...] = meaning("file, folder or glob, or a list of them")
-    valid: str | tuple[str, ...] | None = meaning(
-        "the same for validation; null: held_out of the training documents", None
-    )
+    valid: str | tuple[str, ...] | None = meaning("the same for validation; null: held_out of train", None)
     held_out: Share = meaning("share of the documents, chosen by their hash, that validates when valid is null", 0.02)
     field: str = meaning("column of .jsonl and .parquet files that holds the text", "text")
 
@@ -309,30 +275,20 @@ class TokenizerConfig:
     kind: Literal["bpe", "gpt2", "bytes"] = meaning("bpe is trained on the data set; gpt2 is the stock one", "bpe")
     vocab_size: Annotated[int | None, Field(ge=257)] = meaning("bpe only; null: the data set's vocab_size", None)
     ranks: str | None = meaning(
-        "a tiktoken ranks file, or a tokenizer.json of a byte-level BPE, to use instead of training or downloading one",
-        None,
+        "a tiktoken ranks file or a byte-level BPE's tokenizer.json, instead of training or downloading one", None
     )
     train_bytes: PositiveInt = meaning("bpe only: bytes of text that it is trained on at most", 100_000_000)
-
-
-# ----------------------------------------------------------------------------------------------------- optim, trainer
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class MultipliersConfig:
     """Per role of a parameter: its learning rate times m, its weight decay over m."""
 
-    embed: Annotated[float | None, Field(gt=0)] = meaning(
-        "embeddings, a tied head with them; null: 1, or share^-1.5 where optim.lr is null", None
-    )
-    writers: Annotated[float | None, Field(gt=0)] = meaning(
-        "projections that write to the residual stream; null: 1, or share where optim.lr is null", None
-    )
-    readers: Annotated[float | None, Field(gt=0)] = meaning(
-        "projections that read it, an untied head among them; null: as writers", None
-    )
-    gains: Annotated[float, Field(gt=0)] = meaning("gains and biases of the norms in the blocks", 1.0)
-    final_gain: Annotated[float, Field(gt=0)] = meaning("gain and bias of the final norm", 1.0)
+    embed: Positive | None = meaning("embeddings, a tied head with them; null: 1, or optim.lr's share^-0.75", None)
+    writers: Positive | None = meaning("projections into the residual stream; null: 1, or optim.lr's share", None)
+    readers: Positive | None = meaning("projections that read it, an untied head among them; null: as writers", None)
+    gains: Positive = meaning("gains and biases of the norms in the blocks", 1.0)
+    final_gain: Positive = meaning("gain and bias of the final norm", 1.0)
     after_step: NonNegativeInt = meaning("last step that they leave alone", 0)
 
 
@@ -340,17 +296,17 @@ class MultipliersConfig:
 class OptimConfig:
     """AdamW with decay on matrices only; linear warmup, then cosine to min_lr_ratio * lr."""
 
-    lr: Annotated[float | None, Field(gt=0)] = meaning(
-        "peak learning rate; null: 0.04 / sqrt(d_model), times share = sqrt(max_steps / 240) in a shorter run", None
+    lr: Positive | None = meaning(
+        "peak rate; null: 0.04 / sqrt(d_model), times the root of share = max_steps / 300 in a shorter run", None
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
     warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
     decay_steps: PositiveInt | None = meaning("step at which the cosine ends; null: trainer.max_steps", None)
-    weight_decay: Annotated[float, Field(ge=0)] = meaning("on matrices only", 0.1)
-    beta1: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta1", 0.9)
-    beta2: Annotated[float, Field(ge=0, lt=1)] = meaning("AdamW's beta2", 0.95)
-    eps: Annotated[float, Field(gt=0)] = meaning("AdamW's epsilon", 1e-8)
-    clip: Annotated[float | None, Field(gt=0)] = meaning("largest gradient norm; null: no clipping", 1.0)
+    weight_decay: NonNegative = meaning("on matrices only", 0.1)
+    beta1: Decay = meaning("AdamW's beta1", 0.9)
+    beta2: Decay = meaning("AdamW's beta2", 0.95)
+    eps: Positive = meaning("AdamW's epsilon", 1e-8)
+    clip: Positive | None = meaning("largest gradient norm; null: no clipping", 1.0)
     multipliers: MultipliersConfig = MultipliersConfig()
 
 
@@ -375,7 +331,7 @@ class TrainerConfig:
     parallel: Literal["ddp", "fsdp"] = meaning(
         "under torchrun: every process holds the whole model, or a share of its matrices and their moments", "ddp"
     )
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    device: Device = meaning(DEVICES, "auto")
     dtype: Literal["auto", "float32", "bfloat16"] = meaning("bfloat16 means autocast; auto: where it is faster", "auto")
     progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
 
@@ -384,9 +340,7 @@ class TrainerConfig:
 class TrackingConfig:
     """metrics.jsonl is always written; Weights & Biases mirrors it."""
 
-    wandb: Literal["auto", "online", "offline", "disabled"] = meaning(
-        "auto: online with an API key, else offline", "auto"
-    )
+    wandb: Literal["auto", "online", "offline", "disabled"] = meaning("auto: offline without an API key", "auto")
     project: str = meaning("W&B project", "tapernorm")
     entity: str | None = meaning("W&B user or team", None)
     group: str | None = meaning("W&B group; null: the sweep's name in a sweep", None)
@@ -398,15 +352,10 @@ class TrackingConfig:
 class SweepConfig:
     """What `--multirun` does beyond running its jobs."""
 
-    name: str | None = meaning(
-        "directory of the sweep under runs_dir/sweeps; null: a hash of the swept overrides", None
-    )
+    name: str | None = meaning("directory under runs_dir/sweeps; null: a hash of the swept overrides", None)
     fail_fast: bool = meaning("start no further job once one has failed", False)
     dry_run: bool = meaning("list the jobs and their states, and start nothing", False)
     swept: tuple[str, ...] = meaning("the keys that the jobs differ in, which name them; set by the sweep itself", ())
-
-
-# ---------------------------------------------------------------------------------------------------------------- root
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -431,164 +380,3 @@ class Config:
     cache_dir: str | None = meaning("prepared data and tokenizers; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
     resume: str | None = meaning("'auto', or the directory of a run or checkpoint to go on from", None)
     report: bool = meaning("write report.html at the end, of the run and of its sweep", True)
-
-
-def build(tree: Mapping[str, Any]) -> Config:
-    """Check a plain nested mapping against the training schema and return the frozen configuration.
-
-    Raises ConfigError, one line, as `validate` does, and for values that contradict each other.
-    """
-    config = validate(tree, Config)
-    _check_relations(config)
-    return config
-
-
-# ------------------------------------------------------------------------------------------------- relations, resolve
-
-
-def _check_relations(config: Config) -> None:
-    """Ranges that involve more than one key."""
-    model, trainer, gate = config.model, config.trainer, config.gate
-    norm = config.norm.source if config.norm.kind == "folded" else config.norm
-    if model.d_model % model.head_dim:
-        raise ConfigError(f"model.d_model={model.d_model} is not a multiple of model.head_dim={model.head_dim}")
-    if model.positions == "rotary" and model.head_dim % 2:
-        raise ConfigError(f"model.head_dim={model.head_dim}: rotary embeddings need an even width")
-    if trainer.batch_size % trainer.accumulation:
-        raise ConfigError(
-            f"trainer.batch_size={trainer.batch_size} is not a multiple of trainer.accumulation={trainer.accumulation}"
-        )
-    select_sites(norm.sites, model.n_layer)
-    if norm.kind != "standard" and not norm.sites:
-        raise ConfigError("norm.sites=[] selects no norm; use norm=baseline for a model without tapered norms")
-    if trainer.val_tokens < model.n_ctx:
-        raise ConfigError(
-            f"trainer.val_tokens={trainer.val_tokens} is less than one context, model.n_ctx={model.n_ctx}"
-        )
-    horizons = resolve_horizons(config)
-    k_warmup, k_taper = horizons["k_warmup"], horizons["k_taper"]
-    tapers = norm.kind in GATED and gate.shape != "constant"
-    if gate.shape == "step":
-        k_taper = k_warmup + 1
-    if tapers and not k_warmup < k_taper <= trainer.max_steps:
-        how = "; gate.first_removal is k_warmup" if gate.k_warmup is None and gate.shape == "sequential" else ""
-        if gate.k_taper is None and removal_waits(config):
-            how += f"; gate.gaps={list(gate.gaps or ())} put the last removal at step {k_taper}"
-        raise ConfigError(
-            f"gate.k_warmup={k_warmup} < gate.k_taper={k_taper} <= trainer.max_steps={trainer.max_steps} must hold{how}"
-        )
-    if tapers and (waits := removal_waits(config)) and k_taper != k_warmup + 1 + sum(waits):
-        raise ConfigError(
-            f"gate.k_taper={k_taper}: gate.gaps={list(gate.gaps or ())} reaches the last removal at step "
-            f"{k_warmup + 1 + sum(waits)}; leave one of the two out"
-        )
-    if k_warmup > trainer.max_steps:
-        raise ConfigError(f"gate.k_warmup={k_warmup} lies beyond trainer.max_steps={trainer.max_steps}")
-    needs_target = config.anchor.kind not in ("none", "batch_mean")
-    if k_warmup == 0 and ((tapers and config.calibration.kind != "none") or needs_target):
-        raise ConfigError(
-            "gate.k_warmup=0 leaves no step to calibrate on; use at least 1, or calibration=none anchor=none"
-        )
-    if config.anchor.absolute_weight is not None and config.anchor.kind != "fixed_target":
-        own = "spread_weight" if config.anchor.kind == "batch_mean" else "weight"
-        raise ConfigError(
-            f"anchor.absolute_weight is for anchor=fixed_target; anchor={config.anchor.kind} has anchor.{own}"
-        )
-
-
-def removal_waits(config: Config) -> list[int]:
-    """Steps from each removal to the next one where `gate.gaps` decides them, else nothing."""
-    gaps = config.gate.gaps
-    if config.gate.shape != "sequential" or gaps is None or config.norm.kind not in GATED:
-        return []
-    stages = [stage for stage, _ in removal_order(config.norm.sites, config.model.n_layer)]
-    return [gaps[STAGES.index(stage)] for stage in stages[:-1]]
-
-
-def resolve_horizons(config: Config) -> dict[str, int]:
-    """Steps that derive from the length of the run (method: gate schedule, statistics window)."""
-    steps = config.trainer.max_steps
-    optim, gate, calibration = config.optim, config.gate, config.calibration
-    lr_warmup = min(200, math.ceil(0.1 * steps)) if optim.warmup_steps is None else optim.warmup_steps
-    k_warmup = gate.k_warmup
-    if k_warmup is None and gate.shape == "sequential":
-        k_warmup = gate.first_removal
-    if k_warmup is None:
-        k_warmup = max(math.ceil(0.05 * steps), lr_warmup, min(100, math.floor(0.15 * steps)), 1)
-        k_warmup = min(k_warmup, max(1, steps - 1))  # a trial of two steps has a taper, too
-    k_taper = gate.k_taper
-    if k_taper is None and (waits := removal_waits(config)):
-        k_taper = k_warmup + 1 + sum(waits)
-    if k_taper is None:
-        k_taper = max(round(gate.k_taper_share * steps), k_warmup + 1)
-    window = calibration.window
-    if window is None:
-        memory = math.ceil(1 / (1 - _decay(calibration)) - 1e-9)
-        window = min(max(30, math.ceil(k_warmup / 2)), max(memory, 30))
-    return {
-        "warmup_steps": lr_warmup,
-        "decay_steps": optim.decay_steps or steps,
-        "k_warmup": k_warmup,
-        "k_taper": k_taper,
-        "window": min(window, max(k_warmup, 1)),
-    }
-
-
-def _decay(calibration: CalibrationConfig) -> float:
-    return {"tracked": 0.5}.get(calibration.kind, 0.99) if calibration.decay is None else calibration.decay
-
-
-def resolve(config: Config, vocab_size: int | None = None) -> Config:
-    """Fill in every value that derives from others. Pure, idempotent; resuming uses the saved, resolved values.
-
-    `vocab_size` is the tokenizer's, known once the data is prepared. Raises ConfigError if model.vocab_size differs.
-    """
-    model, trainer, multipliers = config.model, config.trainer, config.optim.multipliers
-    horizons = resolve_horizons(config)
-    # In a short run the gate closes while a step is a large part of a matrix: see docs/log.md.
-    share = 1.0 if config.optim.lr else min(1.0, math.sqrt(trainer.max_steps / 240))
-    if vocab_size is not None and model.vocab_size not in (None, vocab_size):
-        raise ConfigError(
-            f"model.vocab_size={model.vocab_size} differs from the tokenizer's {vocab_size}; use null, or its tokenizer"
-        )
-    sixth = max(1, math.ceil(trainer.max_steps / 6))
-    replace = dataclasses.replace
-    return replace(
-        config,
-        model=replace(
-            model,
-            d_ff=model.d_ff or (4 * model.d_model if model.mlp == "gelu" else 8 * math.ceil(model.d_model * 8 / 3 / 8)),
-            norm_eps=model.norm_eps or {"rms": 1e-6, "layer": 1e-5}[model.norm_family],
-            vocab_size=model.vocab_size or vocab_size,
-        ),
-        gate=replace(config.gate, k_warmup=horizons["k_warmup"], k_taper=horizons["k_taper"]),
-        calibration=replace(
-            config.calibration,
-            window=horizons["window"],
-            decay=_decay(config.calibration),
-            fit=config.calibration.fit or ("log" if config.calibration.kind == "tracked" else "least_squares"),
-        ),
-        tokenizer=replace(
-            config.tokenizer,
-            vocab_size=(config.tokenizer.vocab_size or max(257, config.dataset.vocab_size))
-            if config.tokenizer.kind == "bpe"
-            else config.tokenizer.vocab_size,
-        ),
-        optim=replace(
-            config.optim,
-            lr=config.optim.lr or share * 0.04 / math.sqrt(model.d_model),
-            multipliers=replace(
-                multipliers,
-                embed=multipliers.embed or share**-1.5,
-                writers=multipliers.writers or share,
-                readers=multipliers.readers or share,
-            ),
-            warmup_steps=horizons["warmup_steps"],
-            decay_steps=horizons["decay_steps"],
-        ),
-        trainer=replace(
-            trainer,
-            val_interval=trainer.val_interval or sixth,
-            save_interval=trainer.save_interval or sixth,
-        ),
-    )

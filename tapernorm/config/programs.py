@@ -9,7 +9,21 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from tapernorm.config.options import DatasetConfig, ModelConfig
-from tapernorm.config.schema import DEVICE_PATTERN, SCHEMA, NonNegativeInt, PositiveInt, Seed, meaning
+from tapernorm.config.schema import (
+    DEVICES,
+    SCHEMA,
+    Device,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Seed,
+    meaning,
+)
+
+GAINS = "fold the gains of the norms that stay, too, which unties a tied head"
+TABLE = "make a standard norm of 0.attn, which with rotary positions reads the token alone, a table (vocabulary, width)"
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
@@ -17,8 +31,7 @@ class EvaluateConfig:
     """What evaluate.py can be told; everything else comes from the checkpoint."""
 
     checkpoint: str | tuple[str, ...] = meaning(
-        "directory of a run (its newest checkpoint), of one checkpoint or of a sweep, a pattern, GPT-2 or Llama in "
-        "Hugging Face form (directory or hub id), or a list of them"
+        "a run (its newest checkpoint), checkpoint, sweep, pattern, or GPT-2 or Llama in Hugging Face form; or several"
     )
     baseline: str | None = meaning("run or checkpoint that the others are compared with; null: the first", None)
     dataset: Annotated[DatasetConfig, Field(discriminator="kind")] | None = meaning(
@@ -33,23 +46,17 @@ class EvaluateConfig:
     samples: NonNegativeInt | None = meaning("stories to print; null: 3, or none where there is a table", None)
     sample_tokens: PositiveInt = meaning("tokens per sample at most", 120)
     prompt: str = meaning("text that the samples continue", "")
-    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
+    temperature: NonNegative = meaning("of sampling; 0 is greedy", 0.8)
     seed: Seed = meaning("of sampling", 0)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    device: Device = meaning(DEVICES, "auto")
     progress: Literal["auto", "bar", "lines", "none"] = meaning("auto: a bar on a terminal, lines elsewhere", "auto")
     cache_dir: str | None = meaning("prepared data; null: $TAPERNORM_CACHE or ~/.cache/tapernorm", None)
     fold: bool = meaning("evaluate the folded model too, and certify that it computes the same", False)
-    fold_gains: bool = meaning(
-        "fold the gains of the norms that stay, too, which unties a tied head if the final norm stays", True
-    )
-    fold_table: bool = meaning(
-        "make a standard norm of 0.attn, which with rotary positions reads the token alone, a table of vocabulary x "
-        "width; implies fold",
-        False,
-    )
+    fold_gains: bool = meaning(f"{GAINS} if the final norm stays", True)
+    fold_table: bool = meaning(f"{TABLE}; implies fold", False)
     save_folded: str | None = meaning("new directory for the folded model as a checkpoint; implies fold", None)
     out: str | None = meaning(
-        "where to write the result as JSON; null: evaluation.json in the run, or comparison.json above several", None
+        "the result's JSON file; null: evaluation.json in the run, or comparison.json above several", None
     )
 
 
@@ -61,13 +68,11 @@ class GenerateConfig:
     prompt: str = meaning("text that the samples continue", "")
     samples: PositiveInt = meaning("continuations to print", 1)
     max_tokens: PositiveInt = meaning("tokens per continuation at most", 200)
-    temperature: Annotated[float, Field(ge=0)] = meaning("of sampling; 0 is greedy", 0.8)
+    temperature: NonNegative = meaning("of sampling; 0 is greedy", 0.8)
     top_k: PositiveInt | None = meaning("draw among the so many most probable tokens; null: all", None)
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = meaning(
-        "draw among the fewest most probable tokens that hold this share; null: all", None
-    )
+    top_p: Fraction | None = meaning("draw among the fewest most probable tokens of this share; null: all", None)
     seed: Seed = meaning("of sampling", 0)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
+    device: Device = meaning(DEVICES, "auto")
     stream: bool = meaning("print text as it is produced", True)
 
 
@@ -78,16 +83,11 @@ class ExportConfig:
     checkpoint: str = meaning("directory of a run (its newest checkpoint) or of one checkpoint")
     out: str = meaning("new directory for the model in Hugging Face form")
     format: Literal["auto", "tapernorm", "gpt2", "llama"] = meaning(
-        "tapernorm: norm-free, with its own code; gpt2, llama: the stock layout; auto: the stock one for a baseline",
-        "auto",
+        "tapernorm: norm-free, with its own code; gpt2, llama: the stock layout; auto: stock for a baseline", "auto"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = meaning("of the weights", "float32")
-    fold_gains: bool = meaning("tapernorm: fold the gains of the norms that stay, too, which may untie the head", False)
-    fold_table: bool = meaning(
-        "tapernorm: make a standard norm of 0.attn, which with rotary positions reads the token alone, a table of "
-        "vocabulary x width",
-        False,
-    )
+    fold_gains: bool = meaning(f"tapernorm: {GAINS} if the final norm stays", False)
+    fold_table: bool = meaning(f"tapernorm: {TABLE}", False)
     tokens: PositiveInt = meaning("tokens to certify on, at least one context", 1024)
 
 
@@ -122,10 +122,8 @@ class BenchmarkConfig:
     repeats: PositiveInt = meaning("samples per arm and placement in memory", 10)
     placements: PositiveInt = meaning("times that all arms are copied to other places in memory (compile: once)", 6)
     peer: bool = meaning("also compare generate() with transformers' on its own model with the same weights", True)
-    minutes: Annotated[float | None, Field(gt=0)] = meaning("start no further case after so long; null: no limit", None)
+    minutes: Positive | None = meaning("start no further case after so long; null: no limit", None)
     seed: Seed = meaning("of weights, prompts and order", 0)
     threads: PositiveInt | None = meaning("CPU threads; null: torch's choice", None)
-    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = meaning("auto, cpu, cuda, cuda:1, mps", "auto")
-    out: str | None = meaning(
-        "where to write the result as JSON, with the table beside it as .md; null: a new file in runs/benchmarks", None
-    )
+    device: Device = meaning(DEVICES, "auto")
+    out: str | None = meaning("the result's JSON file, a table .md beside it; null: a new one in runs/benchmarks", None)

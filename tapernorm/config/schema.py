@@ -1,6 +1,6 @@
 """What every configuration here is made of: fields with a meaning, one check, one line per fault.
 
-A configuration is a frozen dataclass of pydantic's; config.py and commands.py hold them. Nothing here imports torch.
+A configuration is a frozen dataclass of pydantic's: see options.py and programs.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,9 +24,14 @@ SCHEMA = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch takes, with room for what is added
-DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
-Schema = TypeVar("Schema")
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
+DEVICES = "auto, cpu, cuda, cuda:1, mps"
+Schema = TypeVar("Schema")
 
 
 class ConfigError(ValueError):
@@ -33,31 +40,48 @@ class ConfigError(ValueError):
 
 def meaning(text: str, default: Any = dataclasses.MISSING) -> Any:
     """A dataclass field with its one-line meaning (shown by `--help`) and, optionally, a default."""
-    if default is dataclasses.MISSING:
-        return Field(description=text)
-    return Field(default=default, description=text)
+    return dataclasses.field(default=default, metadata={"meaning": text})
 
 
 def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     """Check a plain nested mapping against a configuration dataclass and return its frozen instance.
 
-    Raises ConfigError, one line: unknown keys with the nearest valid one, wrong types and ranges, missing values
-    (`???`), and 'None' where null was meant. Every fault is reported, joined by '; '.
+    Raises ConfigError, one line: what `check_known` refuses, 'None' for null, else every wrong type and range.
     """
-    faults = [fault for key, value in leaves(tree) if (fault := _string_fault(key, value))]
-    if faults:
-        raise ConfigError("; ".join(faults))
+    check_known(tree, schema)
+    words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
+    if words:
+        raise ConfigError("; ".join(f"{key}='{value}' is a string; write {key}=null" for key, value in words))
     try:
         # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
         return TypeAdapter(schema).validate_json(json.dumps(tree))
-    except (TypeError, ValueError) as error:
-        if not isinstance(error, ValidationError):
-            raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
+    except ValidationError as error:
         # Of a list whose items are wrong, pydantic says that it is too short as well.
         wrong = {item["loc"][:-1] for item in error.errors()}
         told = [item for item in error.errors() if item["type"] != "too_short" or item["loc"] not in wrong]
-        lines = [_explain(item, tree, schema) for item in told]
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
+        raise ConfigError("; ".join(dict.fromkeys(_explain(item, tree) for item in told))) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
+
+
+def check_known(tree: Mapping[str, Any], schema: type) -> None:
+    """Raise ConfigError, one line, for keys that the schema lacks, with the nearest valid one, and missing values."""
+    known, faults = dict(all_keys(schema, tree=tree)), []
+    for key, value in leaves(tree):
+        is_section = any(name.startswith(f"{key}.") for name in known)
+        if value == "???":
+            faults.append(_missing(key))
+        elif is_section and value is not None:
+            only_keys = f"override its keys one by one, as in {key}.name=..."
+            faults.append(f"{key}={value}: a configuration that is replayed has no groups to choose from; {only_keys}")
+        elif key not in known and not is_section:
+            faults.append(unknown_key(key, list(known)))
+    if faults:
+        raise ConfigError("; ".join(dict.fromkeys(faults)))
+
+
+def _missing(key: str) -> str:
+    return f"{key} is missing: give it a value, as in {key}=..."
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -69,6 +93,17 @@ def write_yaml(path: Path, data: Any) -> None:
     """Plain data as YAML, keys in their order; the directory is made if it is missing."""
     path.parent.mkdir(exist_ok=True)
     write_text(path, yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a YAML file, plain data. Raises ConfigError, one line, if the file holds none."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: it holds no configuration")
+    return tree
 
 
 def write_text(path: Path, text: str) -> None:
@@ -91,15 +126,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _string_fault(key: str, value: Any) -> str | None:
-    if value == "???":
-        return f"{key} is missing: give it a value, as in {key}=..."
-    if value in ("None", "NULL"):
-        return f"{key}='{value}' is a string; write {key}=null"
-    return None
-
-
-def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
+def _explain(item: Any, tree: Mapping[str, Any]) -> str:
     """One pydantic error as 'key=value: what is wrong'."""
     path = [str(part) for part in item["loc"]]
     node: Any = tree
@@ -112,28 +139,21 @@ def _explain(item: Any, tree: Mapping[str, Any], schema: type) -> str:
             keys[-1] += f"[{part}]"
             node = node[int(part)]
     key = ".".join(keys)
+    message = item["msg"][0].lower() + item["msg"][1:]
     match item["type"]:
-        case "unexpected_keyword_argument":
-            section = ".".join(keys[:-1])
-            valid = [name for name, _ in fields_of(schema, section, tree)]
-            return unknown_key(key, [f"{section}.{name}" if section else name for name in valid])
         case "missing":
-            full = ".".join([*keys, path[-1]])
-            return f"{full} is missing: give it a value, as in {full}=..."
+            return _missing(".".join([*keys, path[-1]]))
         case "union_tag_not_found":
             return f"{key}.kind is missing: choose a {key} group, as in {key}=<name>"
         case "union_tag_invalid":
             return f"{key}.kind={node.get('kind')!r}: choose one of {item['ctx']['expected_tags']}"
         case "too_short" | "too_long":
-            return f"{key}={node!r}: should have {item['ctx'].get('min_length') or item['ctx']['max_length']} items"
+            message = f"should have {item['ctx'].get('min_length') or item['ctx']['max_length']} items"
         case "tuple_type":
-            return f"{key}={node!r}: should be a list, as in {key}=[{node}]"
-        case "string_pattern_mismatch":
-            section = ".".join(keys[:-1])
-            choices = dict(fields_of(schema, section, tree))[keys[-1]]
-            return f"{key}={node!r}: should be one of {choices}"
-    shown = "null" if node is None else repr(node)
-    return f"{key}={shown}: {item['msg'][0].lower()}{item['msg'][1:]}"
+            message = f"should be a list, as in {key}=[{node}]"
+        case "string_pattern_mismatch":  # the only one with a pattern is `Device`
+            message = f"should be one of {DEVICES}"
+    return f"{key}={'null' if node is None else repr(node)}: {message}"
 
 
 # What other projects call the keys of training.
@@ -148,70 +168,84 @@ ALIASES = {
 }
 
 
-def unknown_key(key: str, valid: list[str]) -> str:
+def unknown_key(key: str, valid: Sequence[str]) -> str:
     """'unknown key ...' with the nearest of the valid keys, or with the keys that its section has."""
     section, _, last = key.rpartition(".")
-    same_section = [name for name in valid if name.rpartition(".")[0] == section]
+    if section and not any(name.startswith(f"{section}.") for name in valid):
+        return unknown_key(section, valid)
+    names = [*dict.fromkeys(name.partition(".")[0] for name in valid), *valid]
+    same_section = [name for name in dict.fromkeys(names) if name.rpartition(".")[0] == section]
     by_last = {alias: name for alias, name in ALIASES.items() if name in valid}
-    by_last.update({name.rpartition(".")[2]: name for name in [*valid, *same_section]})  # the same section wins
+    by_last.update({name.rpartition(".")[2]: name for name in [*names, *same_section]})  # the same section wins
     near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key '{key}'; did you mean '{by_last[near[0]]}'?"
     listed = ", ".join(name.rpartition(".")[2] for name in same_section)
-    return f"unknown key '{key}'; " + (f"{section or 'the top level'} has {listed}" if listed else "see --help")
+    hint = f"did you mean '{by_last[near[0]]}'?" if near else f"{section or 'the top level'} has {listed}"
+    return f"unknown key '{key}'; {hint}"
 
 
-def fields_of(schema: type, section: str = "", tree: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
-    """(field, meaning) of a section such as 'optim' ('' for the root); a union is decided by the tree's `kind`."""
-    return [(name, text) for name, text, _ in _fields(class_of(schema, section, tree))]
+def wrong_key(key: str, schema: type) -> str:
+    """Why a composed tree lacks a key: nobody knows it, or the kind of norm or data set that was chosen has others."""
+    valid = [name for name, _ in all_keys(schema)]
+    section, _, name = key.partition(".")
+    if suite := re.match(r"suite\.[^.]+", key):  # its data sets have the keys of `dataset`
+        valid += [suite[0] + other.removeprefix("dataset") for other in valid if other.startswith("dataset.")]
+    if key not in valid:
+        return unknown_key(key, valid)
+    if suite:
+        return f"the chosen suite has no key '{key}'; --cfg job shows those that it has"
+    kinds = [defaults(cls) for cls in _dataclasses(_types(schema)[section])]
+    having = ", ".join(values["kind"] for values in kinds if name.partition(".")[0] in values)
+    return f"the chosen {section} has no key '{key}'; the kinds {having} have it"
 
 
-def all_keys(schema: type, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, meaning) of every leaf of the schema, all variants of the unions included."""
+def fields_of(schema: type) -> list[tuple[str, str]]:
+    """(field, meaning) of the top level."""
+    return [(field.name, field.metadata.get("meaning", "")) for field in dataclasses.fields(schema)]
+
+
+def all_keys(schema: type, prefix: str = "", tree: Any = None) -> list[tuple[str, str]]:
+    """(dotted key, meaning) of every leaf of the schema; of norms and data sets the kind in `tree`, else all kinds."""
     found: dict[str, str] = {}
-    for name, text, kinds in _fields(schema):
-        for kind in kinds:
-            found.update(all_keys(kind, f"{prefix}{name}."))
-        if not kinds:
+    for name, text in fields_of(schema):
+        node = tree.get(name) if isinstance(tree, Mapping) else None
+        sections = list(_sections(f"{prefix}{name}", _types(schema)[name], node))
+        for key, cls, inner in sections:
+            found.update(all_keys(cls, f"{key}.", inner))
+        if not sections:
             found[f"{prefix}{name}"] = text
     return list(found.items())
 
 
-def class_of(schema: type, section: str, tree: Mapping[str, Any] | None = None) -> type:
-    """The dataclass of a section such as 'optim' or 'dataset.source'; a union is decided by the tree's `kind`."""
-    hint: Any = schema
-    node: Any = tree
-    for part in filter(None, section.split(".")):
-        of_names = [typing.get_args(kind)[1] for kind in _members(hint) if typing.get_origin(kind) is dict]
-        hint = of_names[0] if of_names else typing.get_type_hints(_of_kind(hint, node))[part]
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return _of_kind(hint, node)
+def defaults(schema: type) -> dict[str, Any]:
+    """The default of every field, as plain data; '???' for one that must be given."""
+    values = {field.name: field.default for field in dataclasses.fields(schema)}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: "???" if value is dataclasses.MISSING else value for name, value in plain.items()}
 
 
-def _of_kind(hint: Any, node: Any) -> type:
-    """The dataclass of a hint that `kind` in the node means; the hint's first one if it means none."""
-    wanted = node.get("kind") if isinstance(node, Mapping) else None
+def _sections(key: str, hint: Any, node: Any) -> Iterator[tuple[str, type, Any]]:
+    """(key, dataclass, node) of the sections that a field may hold: of the node's `kind`, else of all."""
+    tree = node if isinstance(node, Mapping) else {}
+    for member in _members(hint):
+        if typing.get_origin(member) is dict:
+            for name, inner in tree.items():
+                yield from _sections(f"{key}.{name}", typing.get_args(member)[1], inner)
     kinds = _dataclasses(hint)
-    return next((kind for kind in kinds if wanted in _tags(kind)), kinds[0])
+    chosen = [cls for cls in kinds if tree.get("kind") in typing.get_args(_types(cls).get("kind"))]
+    for cls in chosen or kinds:
+        yield key, cls, tree
 
 
-def _fields(cls: Any) -> list[tuple[str, str, list[type]]]:
-    """(field, meaning, dataclasses that it may hold) of a dataclass."""
-    hints = typing.get_type_hints(cls)
-    return [(name, info.description or "", _dataclasses(hints[name])) for name, info in cls.__pydantic_fields__.items()]
+@cache
+def _types(schema: type) -> dict[str, Any]:
+    """Type by name of a dataclass's fields."""
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
 def _dataclasses(hint: Any) -> list[type]:
-    return [kind for kind in _members(hint) if hasattr(kind, "__dataclass_fields__")]
+    return [kind for kind in _members(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
-def _members(hint: Any) -> list[Any]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return list(typing.get_args(hint))
-    return [hint]
-
-
-def _tags(cls: Any) -> tuple[str, ...]:
-    """The values of `kind` that mean this dataclass."""
-    field = cls.__pydantic_fields__.get("kind")
-    return typing.get_args(field.annotation) if field else ()
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

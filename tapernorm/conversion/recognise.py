@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The norms of single heads' queries and keys, by the last part of their name: q_norm, k_layernorm, norm_q, query_norm.
-PER_HEAD = re.compile(r"(^|_)(q|k|query|key)(_|$)")
+from tapernorm.method.norms import TaperNorm
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ def recognise(module: nn.Module) -> NormSpec | str | None:
     A class counts for nothing: a norm is what has a `weight` (D,), an eps and no children, and agrees on probe input,
     with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
     """
+    if isinstance(module, TaperNorm):
+        return "it is a tapered norm already"
     names = ("eps", "variance_epsilon", "epsilon")
     found = [name for name in names if isinstance(getattr(module, name, 0), float | None)]
     if not found or not hasattr(module, "weight") or any(module.children()):
@@ -75,22 +75,16 @@ def _agrees(module: Any, spec: NormSpec) -> bool:
     except Exception:  # it takes other input: whatever it raises, it is not this norm
         return False
     exact = {name: value.double() for name, value in probe._parameters.items() if value is not None}
-    gain = exact["weight"] + spec.shift
-    if spec.family == "rms":
-        expected = F.rms_norm(h.double(), (spec.dim,), gain, spec.eps) + exact.get("bias", 0.0)
-    else:
-        expected = F.layer_norm(h.double(), (spec.dim,), gain, exact.get("bias"), spec.eps)
+    x = h.double()
+    x = x - x.mean(-1, keepdim=True) if spec.family == "layer" else x
+    expected = F.rms_norm(x, (spec.dim,), exact["weight"] + spec.shift, spec.eps) + exact.get("bias", 0.0)
     tolerance = 1e-4 if module.weight.dtype in (torch.float64, torch.float32) else 5e-2
-    return (
-        isinstance(out, Tensor)
-        and out.shape == h.shape
-        and torch.allclose(out.double(), expected, tolerance, tolerance)
-    )
+    return _is_close(out, expected, tolerance)
 
 
-def is_per_head(name: str) -> bool:
-    """Whether a norm's name says that it norms the queries or keys of single heads."""
-    return PER_HEAD.search(name.rpartition(".")[2]) is not None
+def _is_close(out: Any, expected: Tensor, tolerance: float) -> bool:
+    same_shape = isinstance(out, Tensor) and out.shape == expected.shape
+    return same_shape and torch.allclose(out.to(expected), expected, tolerance, tolerance)
 
 
 @dataclass(frozen=True)
@@ -122,6 +116,6 @@ def as_projection(module: nn.Module) -> Projection | None:
                 out, expected = module.forward(x), F.linear(x, matrix, bias)
         except Exception:  # an embedding, a convolution, a matrix of another orientation: whatever it raises, no
             continue
-        if isinstance(out, Tensor) and out.shape == expected.shape and torch.allclose(out, expected, 1e-2, 1e-2):
+        if _is_close(out, expected, 1e-2):
             return Projection(module, transposed)
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,24 +18,13 @@ from torch.overrides import TorchFunctionMode
 from tapernorm.conversion.recognise import Projection
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The projections that a norm folds into: those that read its output or, `upstream`, the one it reads."""
-
-    projections: list[str]
-    upstream: bool
-
-
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for part in parts:
+        yield from tensors(part)
 
 
 class Trace(TorchFunctionMode):
@@ -52,8 +41,8 @@ class Trace(TorchFunctionMode):
         self.readers: dict[str, set[str]] = defaultdict(set)  # producer -> the watched modules that read it
         self.sources: dict[str, set[str | None]] = defaultdict(set)  # reader -> producers, None: something else
         self.others: dict[str, list[str]] = defaultdict(list)  # producer -> what else reads it
-        self._producer: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # a freed storage could come back under another tensor
+        # By storage; the tensor is kept, because a freed storage could come back under another one.
+        self._produced: dict[int, tuple[str, Tensor]] = {}
         self._inside = False
 
     def run(self, forward: Callable[[], Any]) -> Any:
@@ -61,27 +50,30 @@ class Trace(TorchFunctionMode):
         modules = {**self.norms, **{name: item.module for name, item in self.projections.items()}}
         with ExitStack() as stack:
             for name, module in modules.items():
-                stack.callback(module.register_forward_pre_hook(self._enters(name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(self._leaves(name)).remove)
+                hook = partial(self._enter, name)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
             with self:
                 output = forward()
-        for tensor in tensors(output):
-            if producer := self._of(tensor):
-                self.others[producer].append("the model's output")
-        self._alive.clear()
+        for producer in filter(None, map(self._of, tensors(output))):
+            self.others[producer].append("the model's output")
+        self._produced.clear()
         return output
 
-    def plan(self, name: str, dim: int) -> Plan | str:
-        """How the norm of this name and width folds, or the reason why it does not."""
+    def plan(self, name: str, dim: int) -> tuple[list[str], bool] | str:
+        """The projections that a norm of this name and width folds into, or the reason why it does not.
+
+        They read its output (False) or, upstream (True), the norm reads the one of them.
+        """
         reason = self._why_not_downstream(name, dim)
         if reason is None:
-            return Plan(sorted(self.readers[name]), upstream=False)
+            return sorted(self.readers[name]), False
         source, *more = self.sources[name] or {None}
         if source is None or more or self.readers[source] != {name} or self.others[source]:
             return reason
         if source not in self.projections or self.projections[source].weight.shape[0] % dim:
             return reason
-        return Plan([source], upstream=True)
+        return [source], True
 
     def _why_not_downstream(self, name: str, dim: int) -> str | None:
         if not self.sources[name]:
@@ -94,37 +86,29 @@ class Trace(TorchFunctionMode):
         for reader in readers:
             if reader not in self.projections:
                 return f"its output is read by {reader}, which is no projection"
-            if self.sources[reader] != {name}:
-                others = sorted(str(source or "something else") for source in self.sources[reader] - {name})
-                return f"{reader}, which reads it, also reads {', '.join(others)}"
-            if self.projections[reader].weight.shape[1] != dim:
-                return f"{reader}, which reads it, has {self.projections[reader].weight.shape[1]} inputs, not {dim}"
+            if more := self.sources[reader] - {name}:
+                return f"{reader}, which reads it, also reads {', '.join(sorted(s or 'something else' for s in more))}"
+            if (inputs := self.projections[reader].weight.shape[1]) != dim:
+                return f"{reader}, which reads it, has {inputs} inputs, not {dim}"
         return None
 
     def _of(self, tensor: Tensor) -> str | None:
         try:
-            return self._producer.get(tensor.untyped_storage().data_ptr())
+            return self._produced.get(tensor.untyped_storage().data_ptr(), (None, tensor))[0]
         except RuntimeError:  # it has no storage of its own, as those inside vmap
             return None
 
-    def _enters(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for tensor in tensors((args, kwargs)):
-                producer = self._of(tensor)
-                self.sources[name].add(producer)
-                if producer is not None:
-                    self.readers[producer].add(name)
-            self._inside = True
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors((args, kwargs)):
+            producer = self._of(tensor)
+            self.sources[name].add(producer)
+            if producer is not None:
+                self.readers[producer].add(name)
+        self._inside = True
 
-        return hook
-
-    def _leaves(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            self._inside = False
-            self._producer[output.untyped_storage().data_ptr()] = name
-            self._alive.append(output)
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._inside = False
+        self._produced[output.untyped_storage().data_ptr()] = (name, output)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Documents to token files, once; token files to batches, as a pure function of (seed, step).
+"""Documents to token files, once.
 
 `prepare` cleans the documents of a data set, encodes them, each followed by the end-of-text id, and appends them to a
 flat file of uint16 or uint32 in the cache. The cache entry is named by a hash of everything that determines it, so
@@ -9,68 +9,30 @@ table of the ids that its windows may hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
-import functools
-import glob
-import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tapernorm.config.options import Config, DatasetConfig, FilteredDatasetConfig, PlainDatasetConfig, TokenizerConfig
 from tapernorm.config.schema import ConfigError
-from tapernorm.data.sources import COUNTS, Source, empty_report, hash_files, open_source
+from tapernorm.data import batches, cache
+from tapernorm.data.batches import TokenFile, n_windows, token_dtype
+from tapernorm.data.files import hash_files
+from tapernorm.data.sources import COUNTS, Source, empty_report, open_source
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 
-REPORT = "report.json"
 IDS = "ids.npy"
-SCANNED = 1 << 24  # tokens at a time
-Entry = TypeVar("Entry")  # what is read from an entry of the cache
 FORMAT = 1  # of the files in a cache entry and of the cleaning; a change makes every entry be prepared anew
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """A prepared split. tokens: memory-mapped ids (n_tokens,); n_bytes: UTF-8 bytes of the documents.
-
-    allowed: for each id (V,) whether a window may hold it; None: every window is used.
-    """
-
-    path: Path
-    tokens: np.ndarray
-    n_documents: int
-    n_tokens: int
-    vocab_size: int
-    n_bytes: int
-    allowed: np.ndarray | None = None
-
-    @classmethod
-    def open(cls, path: Path) -> TokenFile:
-        """Map `path` as the JSON beside it says. Raises ValueError when they differ, OSError when one is missing."""
-        meta = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        dtype, n_tokens = np.dtype(meta["dtype"]), meta["n_tokens"]
-        size, expected = path.stat().st_size, n_tokens * dtype.itemsize
-        if size != expected:
-            raise ValueError(f"{path.name} has {size} bytes instead of {expected}")
-        # an empty file cannot be mapped
-        tokens = np.memmap(path, dtype=dtype, mode="r") if n_tokens else np.empty(0, dtype=dtype)
-        return cls(path, tokens, meta["n_documents"], n_tokens, meta["vocab_size"], meta["n_bytes"])
-
-    def windows(self, n_ctx: int) -> np.ndarray | None:
-        """Indices (W,) of the windows without an id that is not allowed; None: all of them."""
-        return None if self.allowed is None else usable_windows(self.tokens, n_ctx, self.allowed)
+PROGRESS_SECONDS = 10.0  # between lines that say how far a preparation is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +49,39 @@ class Prepared:
     entry: Path
     ids: Path | None = None
 
+    def __str__(self) -> str:
+        tokenizer = f"tokenizer {self.tokenizer.name} with {self.tokenizer.n_vocab:,} ids"
+        return f"{self.train}, {self.valid}; {tokenizer}"
+
     @property
     def key(self) -> str:
         """What the documents, their cleaning and the tokenizer hash to; of a filtered data set, and the allowed ids."""
         return "+".join(path.name.rpartition("-")[2] for path in (self.entry, self.ids) if path is not None)
 
+    @classmethod
+    def read(cls, entry: Path) -> Prepared:
+        train, valid = TokenFile.open(entry / "train.bin"), TokenFile.open(entry / "valid.bin")
+        tokenizer = Tokenizer.load(entry)
+        if not train.vocab_size == valid.vocab_size == tokenizer.n_vocab:
+            raise ValueError("the vocabularies differ")
+        return cls(train, valid, tokenizer, cache.read_report(entry), entry)
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every id: uint16 up to 65,536 ids, else uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
+@dataclasses.dataclass(frozen=True)
+class OccurringIds:
+    """Which ids occur in the training split of a reference: allowed (V,) bool; report: of the cleaning, as above."""
 
-# -------------------------------------------------------------------------------------------------------------- prepare
+    entry: Path
+    allowed: np.ndarray
+    report: dict[str, Any]
+
+    def __str__(self) -> str:
+        count = f"{int(self.allowed.sum()):,} of {len(self.allowed):,} ids"
+        return f"the ids that occur, {count} in {self.report['documents']:,} documents"
+
+    @classmethod
+    def read(cls, entry: Path) -> OccurringIds:
+        return cls(entry, np.load(entry / IDS, allow_pickle=False), cache.read_report(entry)["train"])
 
 
 def prepare(config: Config, say: Callable[[str], None] = print, threads: int | None = None) -> Prepared:
@@ -106,41 +89,18 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
 
     threads: of the encoder; the result does not depend on it. Raises ConfigError for missing or unreadable data.
     """
-    dataset = config.dataset
-    if isinstance(dataset, FilteredDatasetConfig):
-        prepared = _prepare(config, dataset.source, "dataset.source", say, threads)
-        ids = find_ids(config, dataset.reference, "dataset.reference", prepared.tokenizer, say, threads)
-        return _filter(config, dataset, prepared, ids, say)
-    return _prepare(config, dataset, "dataset", say, threads)
-
-
-def _prepare(
-    config: Config, dataset: PlainDatasetConfig, key: str, say: Callable[[str], None], threads: int | None
-) -> Prepared:
-    tokenizer = _tokenizer_config(config, dataset)
-    source = open_source(dataset, key)
-    entry = cache_root(config) / f"{dataset.name}-{_key(source, tokenizer)}"
-
-    def fill(work: Path) -> None:
-        _fill_entry(work, source, tokenizer, _Progress(config, say), threads or _usual_threads())
-
-    prepared, made = _from_cache(entry, dataset.name, fill, _read_entry, _summary, say)
-    if made:
-        _say_findings(prepared.report, say)
-        _say_small_vocabulary(prepared, tokenizer, say)
-    return prepared
-
-
-def _tokenizer_config(config: Config, dataset: DatasetConfig) -> TokenizerConfig:
-    vocab_size = config.tokenizer.vocab_size or max(257, dataset.vocab_size)
-    return dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
+    dataset, preparation = config.dataset, _Preparation(config, say, threads)
+    if not isinstance(dataset, FilteredDatasetConfig):
+        return preparation.both_splits(dataset, "dataset")
+    prepared = preparation.both_splits(dataset.source, "dataset.source")
+    ids = preparation.occurring_ids(dataset.reference, "dataset.reference", prepared.tokenizer)
+    return _filter(config, dataset, prepared, ids, say)
 
 
 def prepare_valid(
     config: Config,
     tokenizer: Tokenizer,
     say: Callable[[str], None] = print,
-    threads: int | None = None,
     key: str = "dataset",
 ) -> TokenFile:
     """The validation documents of config.dataset, encoded with a tokenizer that is there, from the cache or now.
@@ -148,375 +108,201 @@ def prepare_valid(
     The training documents are not read, so none is dropped for being among them; but those of a filter's reference are.
     key: where the data set's configuration stands, for messages. Raises ConfigError as `prepare` does.
     """
-    dataset = config.dataset
-    if isinstance(dataset, FilteredDatasetConfig):
-        source = dataclasses.replace(config, dataset=dataset.source)
-        valid = prepare_valid(source, tokenizer, say, threads, f"{key}.source")
-        ids = find_ids(config, dataset.reference, f"{key}.reference", tokenizer, say, threads)
-        return dataclasses.replace(valid, allowed=ids.allowed)
-    return _prepare_valid(config, dataset, key, tokenizer, say, threads)
+    dataset, preparation = config.dataset, _Preparation(config, say)
+    if not isinstance(dataset, FilteredDatasetConfig):
+        return preparation.valid_split(dataset, key, tokenizer)
+    valid = preparation.valid_split(dataset.source, f"{key}.source", tokenizer)
+    ids = preparation.occurring_ids(dataset.reference, f"{key}.reference", tokenizer)
+    return dataclasses.replace(valid, allowed=ids.allowed)
 
 
-def _prepare_valid(
-    config: Config,
-    dataset: PlainDatasetConfig,
-    key: str,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None],
-    threads: int | None,
-) -> TokenFile:
-    name = dataset.name
-    source = open_source(dataset, key)
-    parts = {"format": FORMAT, "source": source.identity, "fingerprint": tokenizer.fingerprint}
-    entry = cache_root(config) / f"{name}-valid-{_hash(parts)}"
-
-    def fill(work: Path) -> None:
-        progress, report = _Progress(config, say), empty_report()
-        try:
-            _encode_split(
-                "valid",
-                source.clean("valid", report, set()),
-                work / "valid.bin",
-                tokenizer=tokenizer,
-                progress=progress,
-                threads=threads or _usual_threads(),
-                report=report,
-            )
-        finally:
-            progress.close()
-        if not report["documents"]:
-            raise ConfigError(f"dataset {name}: there is no document to evaluate on ({_found(report)})")
-        _write_report(work, {"valid": report, "source": source.where})
-
-    def summary(name: str, verb: str, valid: TokenFile) -> str:
-        return f"dataset {name}: {verb} {valid.n_documents:,} documents, {valid.n_tokens:,} tokens for validation"
-
-    valid, made = _from_cache(entry, name, fill, lambda entry: TokenFile.open(entry / "valid.bin"), summary, say)
-    if made:
-        _say_findings(json.loads((entry / REPORT).read_text(encoding="utf-8")), say)
-    return valid
-
-
-# --------------------------------------------------------------------------------------------------------------- filter
-
-
-@dataclasses.dataclass(frozen=True)
-class OccurringIds:
-    """Which ids occur in the training split of a reference: allowed (V,) bool, and how much text that is."""
-
-    entry: Path
-    allowed: np.ndarray
-    n_documents: int
-    n_tokens: int
-
-
-def find_ids(
-    config: Config,
-    reference: PlainDatasetConfig,
-    key: str,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None] = print,
-    threads: int | None = None,
-) -> OccurringIds:
-    """The ids that occur in a data set's training split, from the cache or found now.
-
-    They are read off the tokens that training on the reference left in the cache, if the tokenizer is the same; else
-    the documents are encoded, and their tokens not kept. Raises ConfigError as `prepare` does.
-    """
-    name = reference.name
-    source = open_source(reference, key)
-    parts = {"format": FORMAT, "source": source.identity, "fingerprint": tokenizer.fingerprint}
-    entry = cache_root(config) / f"{name}-ids-{_hash(parts)}"
-    trained_on = cache_root(config) / f"{name}-{_key(source, _tokenizer_config(config, reference))}"
-
-    def fill(work: Path) -> None:
-        allowed = np.zeros(tokenizer.n_vocab, dtype=bool)
-        there, _ = _open_entry(trained_on, _read_entry)
-        if there is not None and there.tokenizer.fingerprint == tokenizer.fingerprint:
-            for start in range(0, there.train.n_tokens, SCANNED):
-                allowed[there.train.tokens[start : start + SCANNED]] = True
-            report = there.report["train"]
-        else:
-            progress, report = _Progress(config, say), empty_report()
-            try:
-                documents = source.clean("train", report, set())
-                for ids in _encoded("train", documents, tokenizer, progress, threads or _usual_threads(), report):
-                    allowed[ids] = True
-            finally:
-                progress.close()
-        if not report["documents"]:
-            raise ConfigError(f"{source.where}: there is no document to take ids from ({_found(report)})")
-        np.save(work / IDS, allowed)
-        _write_report(work, {"train": report, "ids": int(allowed.sum()), "source": source.where})
-
-    def summary(name: str, verb: str, ids: OccurringIds) -> str:
-        count = f"{int(ids.allowed.sum()):,} of {len(ids.allowed):,} ids"
-        return f"dataset {name}: {verb} the ids that occur, {count} in {ids.n_documents:,} documents"
-
-    return _from_cache(entry, name, fill, _read_ids, summary, say)[0]
-
-
-def _read_ids(entry: Path) -> OccurringIds:
-    allowed = np.load(entry / IDS, allow_pickle=False)
-    report = json.loads((entry / REPORT).read_text(encoding="utf-8"))["train"]
-    return OccurringIds(entry, allowed, report["documents"], report["tokens"])
+def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
+    """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
+    dataset, root = config.dataset, cache.root(config)
+    plain = dataset.source if isinstance(dataset, FilteredDatasetConfig) else dataset
+    own, _, of_ids = key.partition("+")
+    prepared, _ = cache.find(root / f"{plain.name}-{own}", Prepared.read)
+    if prepared is not None and isinstance(dataset, FilteredDatasetConfig):
+        ids, _ = cache.find(root / f"{dataset.reference.name}-ids-{of_ids}", OccurringIds.read)
+        prepared = _filter(config, dataset, prepared, ids, lambda line: None) if ids else None
+    if prepared is not None:
+        say(f"dataset {dataset.name}: reused {prepared} ({prepared.entry})")
+    return prepared
 
 
 def _filter(
     config: Config, dataset: FilteredDatasetConfig, prepared: Prepared, ids: OccurringIds, say: Callable[[str], None]
 ) -> Prepared:
     """The data set with the allowed ids, and what that leaves out of windows of model.n_ctx tokens in its report."""
-    n_ctx = config.model.n_ctx
-    splits = {
-        split: dataclasses.replace(file, allowed=ids.allowed)
-        for split, file in {"train": prepared.train, "valid": prepared.valid}.items()
-    }
+    n_ctx, reference = config.model.n_ctx, dataset.reference.name
+    splits = {split: dataclasses.replace(getattr(prepared, split), allowed=ids.allowed) for split in ("train", "valid")}
     counts = {}
     for split, file in splits.items():
-        windows = file.windows(n_ctx)
         total = n_windows(file.n_tokens, n_ctx)
-        counts[split] = {"windows": total, "left_out": total - (0 if windows is None else len(windows))}
+        counts[split] = {"windows": total, "left_out": total - len(file.windows(n_ctx))}
     said = [f"{count['left_out']:,} of {count['windows']:,} {split}" for split, count in counts.items()]
     say(
         f"dataset {dataset.name}: {' and '.join(said)} windows of {n_ctx:,} tokens left out for ids that do not occur "
-        f"in {dataset.reference.name}"
+        f"in {reference}"
     )
     described = {
-        "reference": dataset.reference.name,
-        "reference_documents": ids.n_documents,
-        "reference_tokens": ids.n_tokens,
+        "reference": reference,
+        "reference_documents": ids.report["documents"],
+        "reference_tokens": ids.report["tokens"],
         "ids": int(ids.allowed.sum()),
         "n_ctx": n_ctx,
         **counts,
     }
-    return dataclasses.replace(
-        prepared,
-        train=splits["train"],
-        valid=splits["valid"],
-        report=prepared.report | {"filter": described},
-        ids=ids.entry,
-    )
+    return dataclasses.replace(prepared, **splits, report=prepared.report | {"filter": described}, ids=ids.entry)
 
 
-def n_windows(n_tokens: int, n_ctx: int) -> int:
-    """How many windows a text has, each with the target of its last token."""
-    return max(0, n_tokens - 1) // n_ctx
+# ---------------------------------------------------------------------------------------------------------- preparation
 
 
-def usable_windows(tokens: np.ndarray, n_ctx: int, allowed: np.ndarray) -> np.ndarray:
-    """Indices of the windows whose n_ctx + 1 tokens, inputs and last target, are all allowed, in order.
+class _Preparation:
+    """Entries of the cache, from there or made now."""
 
-    tokens (n_tokens,): ids; allowed (V,): of each id. Neighbouring windows share a token: it is checked in both.
-    """
-    usable = np.ones(n_windows(len(tokens), n_ctx), dtype=bool)
-    for start in range(0, len(tokens), SCANNED):
-        places = start + np.flatnonzero(~allowed[tokens[start : start + SCANNED]])
-        for bad in (places // n_ctx, (places - 1) // n_ctx):  # as an input, and as the target of the one before
-            usable[bad[(bad >= 0) & (bad < len(usable))]] = False
-    return np.flatnonzero(usable)
+    def __init__(self, config: Config, say: Callable[[str], None], threads: int | None = None) -> None:
+        self.config, self.say, self.root = config, say, cache.root(config)
+        self.threads = threads or min(8, os.cpu_count() or 1)
+        wanted = config.trainer.progress
+        self.progress = ("bar" if sys.stderr.isatty() else "lines") if wanted == "auto" else wanted
 
+    def both_splits(self, dataset: PlainDatasetConfig, key: str) -> Prepared:
+        """A data set for training; key: where its configuration stands, for messages."""
+        wanted = _tokenizer_config(self.config, dataset)
+        source = open_source(dataset, key)
 
-def _from_cache(
-    entry: Path,
-    name: str,
-    fill: Callable[[Path], None],
-    read: Callable[[Path], Entry],
-    summary: Callable[[str, str, Entry], str],
-    say: Callable[[str], None],
-) -> tuple[Entry, bool]:
-    """(What `read` finds in the cache's entry, whether it was made now), made by `fill` in one process at a time."""
-    from filelock import FileLock, Timeout
+        def fill(work: Path) -> dict[str, Any]:
+            seen: set[int] = set()
+            train, valid = empty_report(), empty_report()
+            # what the BPE is trained on is kept until it has been encoded, so that a stream is read only once
+            sample, documents = itertools.tee(source.clean("train", train, seen))
+            tokenizer = build_tokenizer(wanted, sample)
+            del sample  # or it would keep all documents
+            tokenizer.save(work)
+            self._write_split("train", documents, tokenizer, train, work)
+            if not train["documents"]:
+                raise ConfigError(f"{source.where}: there is no document to train on ({_dropped(train)})")
+            self._write_split("valid", source.clean("valid", valid, set(), in_train=seen), tokenizer, valid, work)
+            described = {"name": tokenizer.name, "n_vocab": tokenizer.n_vocab}
+            return {"train": train, "valid": valid, "tokenizer": described, "source": source.where}
 
-    prepared, fault = _open_entry(entry, read)
-    if prepared is not None:
-        say(f"{summary(name, 'reused', prepared)} ({entry})")
-        return prepared, False
-    lock = FileLock(f"{entry}.lock")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0.5)
-        except Timeout:
-            say(f"dataset {name}: waiting for another process that prepares {entry}")
-            lock.acquire()
-    except OSError as error:
-        raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
-    try:
-        prepared, fault = _open_entry(entry, read)
-        if prepared is not None:
-            say(f"{summary(name, 'reused', prepared)} ({entry}, just made by another process)")
-            return prepared, False
-        if fault:
-            say(f"dataset {name}: {entry} is damaged ({fault}); preparing it again")
-        started = time.monotonic()
-        try:
-            _make_entry(entry, fill)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise
-            raise ConfigError(f"cache_dir={entry.parent} cannot be written: {error.strerror}") from None
-        prepared, fault = _open_entry(entry, read)
-        if prepared is None:
-            raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
-        say(f"{summary(name, 'prepared', prepared)} in {time.monotonic() - started:.1f} s ({entry})")
-        return prepared, True
-    finally:
-        lock.release()
+        entry = self.root / f"{dataset.name}-{_training_key(source, wanted)}"
+        prepared, made = cache.find_or_make(entry, dataset.name, fill, Prepared.read, self.say)
+        if made:
+            self._say_findings(prepared.report)
+            trained = wanted.kind == "bpe" and wanted.ranks is None
+            if trained and prepared.tokenizer.n_vocab != wanted.vocab_size:
+                asked = f"tokenizer.vocab_size={wanted.vocab_size:,}"
+                self.say(f"  the text is too small for {asked}: {prepared.tokenizer.n_vocab:,} ids")
+        return prepared
 
+    def valid_split(self, dataset: PlainDatasetConfig, key: str, tokenizer: Tokenizer) -> TokenFile:
+        """The validation split alone, in a tokenizer's ids."""
+        source, report = open_source(dataset, key), empty_report()
 
-def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
-    """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
-    dataset, root = config.dataset, cache_root(config)
-    plain = dataset.source if isinstance(dataset, FilteredDatasetConfig) else dataset
-    own, _, of_ids = key.partition("+")
-    entry = root / f"{plain.name}-{own}"
-    prepared, _ = _open_entry(entry, _read_entry)
-    if prepared is None:
-        return None
-    if isinstance(dataset, FilteredDatasetConfig):
-        ids, _ = _open_entry(root / f"{dataset.reference.name}-ids-{of_ids}", _read_ids)
-        if ids is None:
-            return None
-        prepared = _filter(config, dataset, prepared, ids, lambda line: None)
-    say(f"{_summary(dataset.name, 'reused', prepared)} ({entry})")
-    return prepared
+        def fill(work: Path) -> dict[str, Any]:
+            self._write_split("valid", source.clean("valid", report, set()), tokenizer, report, work)
+            if not report["documents"]:
+                dropped = _dropped(report)
+                raise ConfigError(f"dataset {dataset.name}: there is no document to evaluate on ({dropped})")
+            return {"valid": report, "source": source.where}
 
+        def read(entry: Path) -> TokenFile:
+            return TokenFile.open(entry / "valid.bin")
 
-def cache_root(config: Config) -> Path:
-    """config.cache_dir, else $TAPERNORM_CACHE, else ~/.cache/tapernorm; absolute."""
-    chosen = config.cache_dir or os.environ.get("TAPERNORM_CACHE") or "~/.cache/tapernorm"
-    return Path(chosen).expanduser().absolute()
+        entry = self.root / f"{dataset.name}-valid-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
+        valid, made = cache.find_or_make(entry, dataset.name, fill, read, self.say)
+        if made:
+            self._say_findings({"valid": report})
+        return valid
 
+    def occurring_ids(self, reference: PlainDatasetConfig, key: str, tokenizer: Tokenizer) -> OccurringIds:
+        """The ids that occur in a data set's training split.
 
-def _key(source: Source, tokenizer: TokenizerConfig) -> str:
-    """A hash of everything that determines the entry: documents, cleaning, and what the tokenizer is made from."""
-    parts: dict[str, Any] = {"format": FORMAT, "source": source.identity, "tokenizer": tokenizer.kind}
-    if tokenizer.ranks is not None:
-        parts["ranks"] = hash_files([Path(tokenizer.ranks).expanduser()], "tokenizer.ranks")
-    elif tokenizer.kind == "bpe":
-        parts |= {"vocab_size": tokenizer.vocab_size, "train_bytes": tokenizer.train_bytes}
-    return _hash(parts)
+        They are read off the tokens that training on the reference left in the cache, if the tokenizer is the same;
+        else the documents are encoded, and their tokens not kept.
+        """
+        source = open_source(reference, key)
 
+        def fill(work: Path) -> dict[str, Any]:
+            allowed = np.zeros(tokenizer.n_vocab, dtype=bool)
+            trained_on = _training_key(source, _tokenizer_config(self.config, reference))
+            there, _ = cache.find(self.root / f"{reference.name}-{trained_on}", Prepared.read)
+            if there is not None and there.tokenizer.fingerprint == tokenizer.fingerprint:
+                report = there.report["train"]
+                for start in range(0, there.train.n_tokens, batches.SCANNED):
+                    allowed[there.train.tokens[start : start + batches.SCANNED]] = True
+            else:
+                report = empty_report()
+                for ids in self._encode("train", source.clean("train", report, set()), tokenizer, report):
+                    allowed[ids] = True
+            if not report["documents"]:
+                raise ConfigError(f"{source.where}: there is no document to take ids from ({_dropped(report)})")
+            np.save(work / IDS, allowed)
+            return {"train": report, "ids": int(allowed.sum()), "source": source.where}
 
-def _hash(parts: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+        entry = self.root / f"{reference.name}-ids-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
+        return cache.find_or_make(entry, reference.name, fill, OccurringIds.read, self.say)[0]
 
+    def _write_split(
+        self, split: str, documents: Iterable[str], tokenizer: Tokenizer, report: dict[str, Any], work: Path
+    ) -> None:
+        """Write the ids of every document, and the JSON beside them."""
+        encoded = self._encode(split, documents, tokenizer, report)
+        with (work / f"{split}.bin").open("wb") as file, contextlib.closing(encoded):  # the bar, when a write fails
+            for ids in encoded:
+                file.write(ids.tobytes())  # tofile() would not say why a write failed
+            cache.sync(file)
+        meta = {
+            "dtype": token_dtype(tokenizer.n_vocab).name,
+            "vocab_size": tokenizer.n_vocab,
+            "n_documents": report["documents"],
+            "n_tokens": report["tokens"],
+            "n_bytes": report["bytes"],
+            "tokenizer": tokenizer.fingerprint,
+        }
+        cache.write(work / f"{split}.json", json.dumps(meta, indent=2) + "\n")
 
-def _usual_threads() -> int:
-    return min(8, os.cpu_count() or 1)
+    def _encode(
+        self, split: str, documents: Iterable[str], tokenizer: Tokenizer, report: dict[str, Any]
+    ) -> Generator[np.ndarray]:
+        """Ids of every document, each with an end-of-text id, batch by batch; counts in `report`."""
+        from tqdm import tqdm
 
+        dtype, said = token_dtype(tokenizer.n_vocab), time.monotonic()
+        hidden = self.progress != "bar"  # a short preparation shows neither a bar nor lines
+        with tqdm(
+            desc=f"preparing {split}", unit=" documents", unit_scale=True, delay=2, leave=False, disable=hidden
+        ) as bar:
+            for batch in _batches_of(documents, 1024, 1_000_000):
+                encoded = tokenizer.encode_batch(batch, self.threads)
+                ids = np.array([index for part in encoded for index in (*part, tokenizer.eot)], dtype=dtype)
+                report["documents"] += len(batch)
+                report["tokens"] += len(ids)
+                report["bytes"] += sum(len(text.encode()) for text in batch)
+                yield ids
+                bar.set_postfix_str(f"{report['tokens'] / 1e6:.1f}M tokens", refresh=False)
+                bar.update(len(batch))
+                if self.progress == "lines" and time.monotonic() - said >= PROGRESS_SECONDS:
+                    said = time.monotonic()
+                    self.say(f"  {split}: {report['documents']:,} documents, {report['tokens']:,} tokens so far")
 
-def _open_entry(entry: Path, read: Callable[[Path], Entry]) -> tuple[Entry | None, str]:
-    """What `read` finds in the entry, or None and what is wrong with it ('' when it does not exist)."""
-    if not entry.is_dir():
-        return None, ""
-    try:
-        return read(entry), ""
-    except OSError as error:
-        return None, f"{Path(error.filename or entry).name}: {error.strerror}"
-    except (ValueError, KeyError) as error:
-        return None, str(error)
-
-
-def _read_entry(entry: Path) -> Prepared:
-    train, valid = TokenFile.open(entry / "train.bin"), TokenFile.open(entry / "valid.bin")
-    tokenizer = Tokenizer.load(entry)
-    report = json.loads((entry / REPORT).read_text(encoding="utf-8"))
-    if not train.vocab_size == valid.vocab_size == tokenizer.n_vocab:
-        raise ValueError("the vocabularies differ")
-    return Prepared(train, valid, tokenizer, report, entry)
-
-
-def _make_entry(entry: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a whole entry under a temporary name and rename it; the caller holds the entry's lock."""
-    for left in entry.parent.glob(f"{glob.escape(entry.name)}.tmp-*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-    try:
-        fill(work)
-        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-        work.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        work.rename(entry)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _fill_entry(work: Path, source: Source, tokenizer: TokenizerConfig, progress: _Progress, threads: int) -> None:
-    """Write both splits, the tokenizer and the report into the directory `work`."""
-    try:
-        seen: set[int] = set()
-        reports = {split: empty_report() for split in ("train", "valid")}
-        train = source.clean("train", reports["train"], seen)
-        consumed: list[str] = []
-        built = build_tokenizer(tokenizer, _remember(train, consumed))
-        built.save(work)
-        # the documents that the BPE was trained on are encoded from memory, so that a stream is read only once
-        encode = functools.partial(_encode_split, tokenizer=built, progress=progress, threads=threads)
-        encode("train", itertools.chain(_release(consumed), train), work / "train.bin", report=reports["train"])
-        if not reports["train"]["documents"]:
-            raise ConfigError(f"{source.where}: there is no document to train on ({_found(reports['train'])})")
-        valid_seen: set[int] = set()
-        valid = source.clean("valid", reports["valid"], valid_seen, in_train=seen)
-        encode("valid", valid, work / "valid.bin", report=reports["valid"])
-        described = {"name": built.name, "n_vocab": built.n_vocab}
-        _write_report(work, {**reports, "tokenizer": described, "source": source.where})
-    finally:
-        progress.close()
+    def _say_findings(self, report: dict[str, Any]) -> None:
+        """What the cleaning changed; nothing when all is well."""
+        for split in ("train", "valid"):
+            counts = report.get(split, empty_report())
+            found = [f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items() if counts[name]]
+            if counts["bad_bytes"]:
+                found.append("the first byte that is not UTF-8: {file} line {line}".format(**counts["bad_bytes"][0]))
+            if found:
+                self.say(f"  {split}: {', '.join(found)}")
 
 
-def _found(report: dict[str, Any]) -> str:
-    return ", ".join(f"{report[name]:,} {meaning}" for name, meaning in COUNTS.items())
-
-
-def _write_report(work: Path, report: dict[str, Any]) -> None:
-    _write(work / REPORT, json.dumps(report, indent=2, ensure_ascii=False).encode())
-
-
-def _encode_split(
-    split: str,
-    documents: Iterable[str],
-    path: Path,
-    *,
-    tokenizer: Tokenizer,
-    progress: _Progress,
-    threads: int,
-    report: dict[str, Any],
-) -> None:
-    """Append every document and an end-of-text id to `path`, batch by batch, and write the JSON beside it."""
-    with path.open("wb") as file:
-        for ids in _encoded(split, documents, tokenizer, progress, threads, report):
-            file.write(ids.tobytes())  # tofile() would not say why a write failed
-        _sync(file)
-    meta = {
-        "dtype": token_dtype(tokenizer.n_vocab).name,
-        "vocab_size": tokenizer.n_vocab,
-        "n_documents": report["documents"],
-        "n_tokens": report["tokens"],
-        "n_bytes": report["bytes"],
-        "tokenizer": tokenizer.fingerprint,
-    }
-    _write(path.with_suffix(".json"), (json.dumps(meta, indent=2) + "\n").encode())
-
-
-def _encoded(
-    split: str,
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    progress: _Progress,
-    threads: int,
-    report: dict[str, Any],
-) -> Iterator[np.ndarray]:
-    """Ids of every document, each with an end-of-text id, batch by batch; counts in `report`."""
-    dtype = token_dtype(tokenizer.n_vocab)
-    eot = [tokenizer.eot]
-    for batch in _batches_of(documents, 1024, 1_000_000):
-        encoded = tokenizer.encode_batch(batch, threads)
-        ids = np.array(list(itertools.chain.from_iterable(part + eot for part in encoded)), dtype=dtype)
-        report["documents"] += len(batch)
-        report["tokens"] += len(ids)
-        report["bytes"] += sum(len(text.encode()) for text in batch)
-        yield ids
-        progress.show(split, report["documents"], report["tokens"])
+def _tokenizer_config(config: Config, dataset: DatasetConfig) -> TokenizerConfig:
+    vocab_size = config.tokenizer.vocab_size or max(257, dataset.vocab_size)
+    return dataclasses.replace(config.tokenizer, vocab_size=vocab_size)
 
 
 def _batches_of(documents: Iterable[str], count: int, size: int) -> Iterator[list[str]]:
@@ -533,171 +319,19 @@ def _batches_of(documents: Iterable[str], count: int, size: int) -> Iterator[lis
         yield batch
 
 
-def _remember(documents: Iterator[str], consumed: list[str]) -> Iterator[str]:
-    for document in documents:
-        consumed.append(document)
-        yield document
+def _dropped(report: dict[str, Any]) -> str:
+    return ", ".join(f"{report[name]:,} {meaning}" for name, meaning in COUNTS.items())
 
 
-def _release(consumed: list[str]) -> Iterator[str]:
-    """The items in order, each let go once it has been handed on."""
-    consumed.reverse()
-    while consumed:
-        yield consumed.pop()
+def _training_key(source: Source, tokenizer: TokenizerConfig) -> str:
+    """A hash of everything that determines both splits: documents, cleaning, and what the tokenizer is made from."""
+    parts: dict[str, Any] = {"tokenizer": tokenizer.kind}
+    if tokenizer.ranks is not None:
+        parts["ranks"] = hash_files([Path(tokenizer.ranks).expanduser()], "tokenizer.ranks")
+    elif tokenizer.kind == "bpe":
+        parts |= {"vocab_size": tokenizer.vocab_size, "train_bytes": tokenizer.train_bytes}
+    return _entry_hash(source, **parts)
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _summary(name: str, verb: str, prepared: Prepared) -> str:
-    train, valid = prepared.train, prepared.valid
-    return (
-        f"dataset {name}: {verb} {train.n_documents:,} documents, {train.n_tokens:,} tokens for training, "
-        f"{valid.n_documents:,} documents, {valid.n_tokens:,} tokens for validation; "
-        f"tokenizer {prepared.tokenizer.name} with {prepared.tokenizer.n_vocab:,} ids"
-    )
-
-
-def _say_findings(report: dict[str, Any], say: Callable[[str], None]) -> None:
-    """What the cleaning changed; nothing when all is well."""
-    for split in ("train", "valid"):
-        counts = report.get(split, empty_report())
-        found = [f"{counts[name]:,} {meaning}" for name, meaning in COUNTS.items() if counts[name]]
-        if counts["bad_bytes"]:
-            found.append("the first byte that is not UTF-8: {file} line {line}".format(**counts["bad_bytes"][0]))
-        if found:
-            say(f"  {split}: {', '.join(found)}")
-
-
-def _say_small_vocabulary(prepared: Prepared, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> None:
-    """A trained vocabulary that came out smaller than asked for."""
-    trained = tokenizer.kind == "bpe" and tokenizer.ranks is None
-    if trained and prepared.tokenizer.n_vocab != tokenizer.vocab_size:
-        asked = f"{tokenizer.vocab_size:,}"
-        say(f"  the text is too small for tokenizer.vocab_size={asked}: {prepared.tokenizer.n_vocab:,} ids")
-
-
-class _Progress:
-    """A tqdm bar on a terminal, a line every ten seconds elsewhere; short preparations show neither."""
-
-    INTERVAL = 10.0
-
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        wanted = config.trainer.progress
-        self._style = ("bar" if sys.stderr.isatty() else "lines") if wanted == "auto" else wanted
-        self._say = say
-        self._bar: Any = None
-        self._split = ""
-        self._last = time.monotonic()
-
-    def show(self, split: str, documents: int, tokens: int) -> None:
-        if self._style == "lines" and time.monotonic() - self._last >= self.INTERVAL:
-            self._last = time.monotonic()
-            self._say(f"  {split}: {documents:,} documents, {tokens:,} tokens so far")
-        if self._style == "bar":
-            if split != self._split:
-                from tqdm import tqdm
-
-                self.close()
-                self._split = split
-                self._bar = tqdm(desc=f"preparing {split}", unit=" documents", unit_scale=True, delay=2, leave=False)
-            self._bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
-            self._bar.update(documents - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-# -------------------------------------------------------------------------------------------------------------- batches
-
-
-class Batches:
-    """Training batches: row i of step k is a pure function of (seed, k).
-
-    j = (k - 1) * batch_size + i;  epoch = j // n_windows;  window = permutation(seed, epoch)[j % n_windows].
-    Window w is the tokens [w * n_ctx, w * n_ctx + n_ctx + 1), so each epoch visits every window once. windows (W,):
-    the indices of those to use, which the permutation is then of; None: all.
-    Raises ConfigError when `tokens` (n_tokens,) is shorter than one window or none is to be used.
-    """
-
-    def __init__(
-        self, tokens: np.ndarray, n_ctx: int, batch_size: int, seed: int, windows: np.ndarray | None = None
-    ) -> None:
-        _check_length("training", len(tokens), n_ctx, "dataset.train, dataset.stories or dataset.max_stories")
-        _check_windows("training", windows)
-        self._tokens = tokens
-        self._n_ctx = n_ctx
-        self._batch_size = batch_size
-        self._seed = seed
-        self._windows = windows
-        self.n_windows = n_windows(len(tokens), n_ctx) if windows is None else len(windows)
-        self.tokens_per_epoch = self.n_windows * n_ctx
-        self._permutation = functools.lru_cache(maxsize=2)(self._permute)  # a batch may straddle two epochs
-
-    def _permute(self, epoch: int) -> np.ndarray:
-        order = np.random.default_rng([self._seed, epoch]).permutation(self.n_windows)
-        return order if self._windows is None else self._windows[order]
-
-    def windows(self, step: int) -> list[int]:
-        """Indices of the windows of a step (1-based), row by row."""
-        first = (step - 1) * self._batch_size
-        places = [divmod(index, self.n_windows) for index in range(first, first + self._batch_size)]
-        return [int(self._permutation(epoch)[place]) for epoch, place in places]
-
-    def batch(self, step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) int64 of a step, counted from 1, or of some of its rows; targets are one ahead."""
-        if step < 1:
-            raise ValueError(f"steps count from 1, got {step}")
-        windows = self.windows(step)[part]
-        rows = np.empty((len(windows), self._n_ctx + 1), dtype=np.int64)
-        for row, window in zip(rows, windows, strict=True):
-            start = window * self._n_ctx
-            row[:] = self._tokens[start : start + self._n_ctx + 1]
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-
-def validation_windows(
-    tokens: np.ndarray, n_ctx: int, n_tokens: int, windows: np.ndarray | None = None
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, T) int64 of the first N windows, N * n_ctx <= n_tokens; views of one buffer.
-
-    windows (W,): the indices of those to use, in order; None: all. Depends on nothing but the arguments. Raises
-    ConfigError when tokens or n_tokens are less than one window, or none is to be used.
-    """
-    _check_length("validation", len(tokens), n_ctx, "dataset.valid, dataset.held_out or dataset.valid_stories")
-    _check_windows("validation", windows)
-    if n_tokens < n_ctx:
-        raise ConfigError(f"trainer.val_tokens={n_tokens} is less than one context, model.n_ctx={n_ctx}")
-    if windows is None:
-        count = min(n_windows(len(tokens), n_ctx), n_tokens // n_ctx)
-        flat = torch.from_numpy(tokens[: count * n_ctx + 1].astype(np.int64))
-        return flat[:-1].view(count, n_ctx), flat[1:].view(count, n_ctx)
-    starts = windows[: n_tokens // n_ctx] * n_ctx
-    rows = torch.from_numpy(tokens[starts[:, None] + np.arange(n_ctx + 1)].astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
-
-
-def _check_windows(split: str, windows: np.ndarray | None) -> None:
-    if windows is not None and not len(windows):
-        raise ConfigError(
-            f"the filter leaves no window of the {split} split: every one has an id that does not occur in "
-            "dataset.reference; read more of that (dataset.reference.max_stories), or lower model.n_ctx"
-        )
-
-
-def _check_length(split: str, n_tokens: int, n_ctx: int, key: str) -> None:
-    if n_tokens < n_ctx + 1:
-        raise ConfigError(
-            f"the {split} split has {n_tokens:,} tokens, one window needs model.n_ctx + 1 = {n_ctx + 1:,}; "
-            f"give it more text ({key}) or lower model.n_ctx"
-        )
+def _entry_hash(source: Source, **parts: Any) -> str:
+    return cache.hash_of({"format": FORMAT, "source": source.identity, **parts})

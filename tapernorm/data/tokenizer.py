@@ -80,8 +80,6 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str], threads: int = 1) -> list[list[int]]:
         """`encode` of every text, on `threads` threads of this process (tiktoken releases the lock; nothing forks)."""
-        if threads == 1:
-            return [self._encoding.encode_ordinary(text) for text in texts]
         return self._encoding.encode_ordinary_batch(texts, num_threads=threads)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -124,11 +122,8 @@ class Tokenizer:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         fast.decoder = decoders.ByteLevel()
         fast.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-        same = fast.token_to_id(END_OF_TEXT) == self.eot and self.pattern == GPT2_PATTERN
-        for text in PROBES:
-            ids = self.encode(text)
-            same = same and fast.encode(text).ids == ids and fast.decode(ids) == text
-        return fast if same else None
+        same = self.pattern == GPT2_PATTERN and self._agrees(fast)
+        return fast if same and all(fast.decode(self.encode(text)) == text for text in PROBES) else None
 
     @classmethod
     def from_fast(cls, file: Path) -> Tokenizer | None:
@@ -147,30 +142,28 @@ class Tokenizer:
             fast = Fast.from_file(str(file))
         except Exception:  # the library raises plain Exceptions
             return None
-        same = fast.token_to_id(END_OF_TEXT) == tokenizer.eot
-        return tokenizer if same and all(fast.encode(text).ids == tokenizer.encode(text) for text in PROBES) else None
+        return tokenizer if tokenizer._agrees(fast) else None
 
     def same_as_fast(self, file: Path) -> bool | None:
         """Whether a tokenizer.json of the tokenizers library has these ids for PROBES; None if it cannot be read."""
         from tokenizers import Tokenizer as Fast
 
         try:
-            fast = Fast.from_file(str(file))
-            return all(fast.encode(text, add_special_tokens=False).ids == self.encode(text) for text in PROBES)
+            return self._same_ids(Fast.from_file(str(file)), add_special_tokens=False)
         except Exception:  # the library raises plain Exceptions
             return None
+
+    def _agrees(self, fast: Any) -> bool:
+        return fast.token_to_id(END_OF_TEXT) == self.eot and self._same_ids(fast, add_special_tokens=True)
+
+    def _same_ids(self, fast: Any, add_special_tokens: bool) -> bool:
+        return all(fast.encode(text, add_special_tokens=add_special_tokens).ids == self.encode(text) for text in PROBES)
 
     def save(self, directory: str | Path) -> None:
         """Write the ranks in tiktoken's text format and the rest as JSON into an existing directory."""
         lines = (b"%s %d\n" % (base64.b64encode(self._tokens[rank]), rank) for rank in sorted(self._tokens))
         (Path(directory) / RANKS_FILE).write_bytes(b"".join(lines))
-        meta = {
-            "name": self.name,
-            "pattern": self.pattern,
-            "eot": self.eot,
-            "n_vocab": self.n_vocab,
-            "fingerprint": self.fingerprint,
-        }
+        meta = {key: getattr(self, key) for key in ("name", "pattern", "eot", "n_vocab", "fingerprint")}
         (Path(directory) / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -179,15 +172,13 @@ class Tokenizer:
         folder = Path(directory)
         try:
             meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-            name, pattern, fingerprint = (meta[key] for key in ("name", "pattern", "fingerprint"))
-            tokenizer = cls(name, read_ranks(folder / RANKS_FILE), pattern)
-        except (KeyError, TypeError):
-            raise ConfigError(
-                f"no tokenizer can be read from {folder}: {META_FILE} lacks a name, pattern or fingerprint"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no tokenizer can be read from {folder}: {error}") from None
-        if tokenizer.fingerprint != fingerprint:
+            tokenizer = cls(meta["name"], read_ranks(folder / RANKS_FILE), meta["pattern"])
+            same = tokenizer.fingerprint == meta["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            lacks = isinstance(error, (KeyError, TypeError))
+            problem = f"{META_FILE} lacks a name, pattern or fingerprint" if lacks else error
+            raise ConfigError(f"no tokenizer can be read from {folder}: {problem}") from None
+        if not same:
             raise ConfigError(f"{folder / RANKS_FILE} is not the file that {META_FILE} beside it describes")
         return tokenizer
 
@@ -200,16 +191,17 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str] | None) -> Tok
     """
     if config.kind == "bytes":
         return Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
-    if config.ranks is not None and Path(config.ranks).suffix == ".json":
-        if (found := Tokenizer.from_fast(Path(config.ranks).expanduser())) is None:
+    if config.ranks is not None:
+        path = Path(config.ranks).expanduser()
+        if path.suffix == ".json":
+            if found := Tokenizer.from_fast(path):
+                return Tokenizer(config.kind, found._ranks)
             raise ConfigError(
                 f"tokenizer.ranks={config.ranks} is not a usable tokenizer.json: it takes a byte-level BPE that splits "
                 f"text as GPT-2's does and has {END_OF_TEXT} as its last id"
             )
-        return Tokenizer(config.kind, found._ranks)
-    if config.ranks is not None:
         try:
-            return Tokenizer(config.kind, read_ranks(Path(config.ranks).expanduser()))
+            return Tokenizer(config.kind, read_ranks(path))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"tokenizer.ranks={config.ranks} is not a usable tiktoken ranks file: {reason}") from None

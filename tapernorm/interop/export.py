@@ -32,7 +32,8 @@ from tapernorm.config.options import (
 from tapernorm.config.programs import ExportConfig
 from tapernorm.config.schema import ConfigError
 from tapernorm.config.sites import all_sites
-from tapernorm.data.prepare import reuse, validation_windows
+from tapernorm.data.batches import validation_windows
+from tapernorm.data.prepare import reuse
 from tapernorm.data.tokenizer import END_OF_TEXT, Tokenizer
 from tapernorm.method.norms import is_table
 from tapernorm.model.decoder import Decoder

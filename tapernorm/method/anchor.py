@@ -33,7 +33,6 @@ class ScaleAnchor:
 
     s_tgt is the batch mean of s after step k_warmup: the level at which the stream then stands. It is measured for
     every run, also with anchor=none. batch_mean needs none and acts from the first step on.
-    `weight` is dimensionless: lambda = weight / s_tgt^2 for fixed_target, lambda = weight for the log forms.
     """
 
     def __init__(self, config: AnchorConfig, *, k_warmup: int = 0, family: str, eps: float) -> None:
@@ -41,7 +40,20 @@ class ScaleAnchor:
         self.k_warmup = k_warmup
         self.family, self.eps = family, eps
         self.target: float | None = None
-        self.strength = config.spread_weight if config.kind == "batch_mean" else 0.0
+
+    @property
+    def strength(self) -> float:
+        """lambda; 0 without an anchor, or before the target. `weight`, dimensionless, is lambda * s_tgt^2 or lambda."""
+        config = self.config
+        if config.kind == "batch_mean":
+            return config.spread_weight
+        if config.kind == "none" or self.target is None:
+            return 0.0
+        if config.kind == "z_loss":
+            return config.z_weight
+        if config.kind == "fixed_target":
+            return config.weight / self.target**2 if config.absolute_weight is None else config.absolute_weight
+        return config.weight
 
     def scale(self, h: Tensor) -> Tensor:
         """s (B, T) of the residual stream h (B, T, D) at the final norm."""
@@ -53,19 +65,6 @@ class ScaleAnchor:
 
     def set_target(self, target: float) -> None:
         self.target = target
-        match self.config:
-            case AnchorConfig(kind="none"):
-                self.strength = 0.0
-            case AnchorConfig(kind="fixed_target", absolute_weight=None):
-                self.strength = self.config.weight / target**2
-            case AnchorConfig(kind="fixed_target", absolute_weight=float(strength)):
-                self.strength = strength
-            case AnchorConfig(kind="batch_mean"):
-                self.strength = self.config.spread_weight
-            case AnchorConfig(kind="z_loss"):
-                self.strength = self.config.z_weight
-            case _:
-                self.strength = self.config.weight
 
     @property
     def active(self) -> bool:
@@ -92,27 +91,27 @@ class ScaleAnchor:
         For mean_log and batch_mean, `batch_level` is the whole batch's `level` (None: this microbatch is all of it);
         the value returned for mean_log is then already the whole batch's.
         """
-        if self.config.kind == "batch_mean":
-            middle = scale.mean() if batch_level is None else batch_level
-            return self.strength * (scale - middle.detach()).square().mean()
+        return self.strength * self._deviation(scale, batch_level).square().mean()
+
+    def _deviation(self, scale: Tensor, batch_level: Tensor | None) -> Tensor:
+        """What the loss is the mean square of."""
+        kind = self.config.kind
+        if kind == "batch_mean":
+            return scale - (self.level(scale) if batch_level is None else batch_level).detach()
         if self.target is None:
             raise RuntimeError("the scale target is not frozen yet")
-        target, log_target = self.target, math.log(self.target)
-        match self.config.kind:
-            case "z_loss":
-                return self.strength * scale.square().mean()
-            case "fixed_target":
-                return self.strength * (scale - target).square().mean()
-            case "log_target":
-                return self.strength * (scale.log() - log_target).square().mean()
-            case "mean_log":
-                level = self.level(scale)
-                if batch_level is None:
-                    return self.strength * (level - log_target).square()
-                # d/dtheta of (level_batch - t)^2 is 2 (level_batch - t) dlevel: linear in the microbatches' levels.
-                gap = batch_level.detach() - log_target
-                return self.strength * (gap.square() + 2.0 * gap * (level - level.detach()))
-        raise ValueError(f"anchor={self.config.kind} has no loss")
+        if kind == "z_loss":
+            return scale
+        if kind == "fixed_target":
+            return scale - self.target
+        if kind == "log_target":
+            return scale.log() - math.log(self.target)
+        if kind == "mean_log":
+            level = self.level(scale)
+            if batch_level is not None:  # its value, and this microbatch's part of its gradient
+                level = batch_level.detach() + (level - level.detach())
+            return level - math.log(self.target)
+        raise ValueError(f"anchor={kind} has no loss")
 
     @staticmethod
     def force(loss: Tensor, h: Tensor) -> Tensor:
@@ -139,5 +138,13 @@ class ScaleAnchor:
         return {"target": self.target}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["target"] is not None:
-            self.set_target(state["target"])
+        self.target = state["target"]
+
+
+def force_at(kind: Any, strength: float, scale: float, target: float) -> float:
+    """`ScaleAnchor.force` where every token's s is `scale`; `strength` is lambda."""
+    config = AnchorConfig(kind=kind, weight=strength, absolute_weight=strength if kind == "fixed_target" else None)
+    anchor = ScaleAnchor(config, family="rms", eps=0.0)
+    anchor.set_target(target)
+    s = torch.tensor([scale], dtype=torch.float64, requires_grad=True)
+    return anchor.force(anchor.loss(s), s).item()

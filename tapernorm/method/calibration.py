@@ -67,7 +67,7 @@ class Calibration:
     ) -> None:
         """`config`: resolved. `k_last`: the last step with an open gate; None: k_warmup."""
         if config.window is None or config.fit is None or config.decay is None:
-            raise ValueError("calibration is resolved by tapernorm.config.options.resolve")
+            raise ValueError("calibration is resolved by tapernorm.config.resolve")
         self.kind = config.kind
         self.k_warmup = k_warmup
         self.norms = dict(norms) if config.kind != "none" else {}
@@ -89,8 +89,7 @@ class Calibration:
     def runs_eager(self, step: int) -> bool:
         """Whether this step must not be compiled, so that there is one graph per phase.
 
-        The graph of the taper records in every step. A FakeNorm's removals change the graph, so their steps count also
-        where nothing is recorded (calibration=none).
+        The graph of the taper records in every step; a FakeNorm's removals change it, also with calibration=none.
         """
         return self.records(step) and not self.tracks
 
@@ -98,9 +97,8 @@ class Calibration:
     def recording(self, step: int) -> Iterator[None]:
         """Around the training forwards of a step, whose statistics then enter the averages and, tracked, c.
 
-        Every process records its own rows, as many as any other; the averages are over all of them.
-
-        Nothing outside this context is ever recorded, so validation and probe forwards cannot enter.
+        Every process records its own rows, as many as any other; the averages are over all of them. Validation and
+        probe forwards are outside, where nothing is recorded.
         """
         with self._recorded(self.records(step)):
             yield
@@ -126,13 +124,10 @@ class Calibration:
             for norm in self.norms.values():
                 norm.recording = False
         if on:
-            open_norms = {
-                site: norm.take_statistics()
-                for site, norm in self.norms.items()
-                if not (isinstance(norm, FakeNorm) and norm.removed == len(norm.turns))
-            }
-            dist.average(open_norms.values())
-            for site, statistics in open_norms.items():
+            closed = {site for site, norm in self.fakes.items() if norm.removed == len(norm.turns)}
+            found = {site: norm.take_statistics() for site, norm in self.norms.items() if site not in closed}
+            dist.average(found.values())
+            for site, statistics in found.items():
                 # Sums over the whole batch again: the same whatever it is split into, also across a resume.
                 self.averages[site].update(statistics * dist.size())
 
@@ -140,7 +135,7 @@ class Calibration:
         """Before the gate falls to a value: c of every FakeNorm whose turn this is, on the device; names what goes."""
         going = []
         for site, norm in self.fakes.items():
-            parts = [f"{site} ({part})" for part in ("Q, K", "V")] if len(norm.turns) == 2 else [site]
+            parts = [f"{site} (Q, K)", f"{site} (V)"] if len(norm.turns) == 2 else [site]
             parts = parts[norm.removed : norm.turns_taken(gate)]
             if parts and site in self.averages:
                 norm.calibrate(norm.fitted(self.averages[site].mean))
@@ -155,24 +150,19 @@ class Calibration:
             # Tracked statistics are of the rescaled stream.
             chosen[site] = c if self.tracks or site not in self.averages else c * self.kappa
             norm.calibrate(chosen[site])
-        odd = {site: c for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1]}
-        if odd:
-            listed = ", ".join(f"{site} {c:.3g}" for site, c in odd.items())
-            say(f"warning: c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]} ({listed}); a longer gate.k_warmup may help")
+        if odd := implausible(chosen):
+            say(f"warning: {odd}; a longer gate.k_warmup may help")
         if self.kind == "ema" and chosen and self.window < SHORT_WINDOW:
-            say(
-                f"warning: c rests on a window of {self.window} steps, fewer than {SHORT_WINDOW}; "
-                "raise gate.k_warmup or calibration.window"
-            )
+            few = f"a window of {self.window} steps, fewer than {SHORT_WINDOW}"
+            say(f"warning: c rests on {few}; raise gate.k_warmup or calibration.window")
         return chosen
 
     def rescaled(self, kappa: float) -> None:
         """The stream has been divided by kappa (see optim.rescale): so are the r that are on record."""
         self.kappa = kappa
         for site in self.fakes.keys() & self.averages.keys():
-            average = self.averages[site]
-            if average.value is not None:
-                average.value[1] /= kappa
+            if (value := self.averages[site].value) is not None:
+                value[1] /= kappa
 
     def state_dict(self) -> dict[str, Any]:
         return {site: average.state_dict() for site, average in self.averages.items()} | {"kappa": self.kappa}
@@ -183,10 +173,16 @@ class Calibration:
             average.load_state_dict(state[site], device)
 
 
+def implausible(chosen: Mapping[str, float]) -> str | None:
+    """What to warn of where some c lies outside PLAUSIBLE_C."""
+    odd = ", ".join(f"{site} {c:.3g}" for site, c in chosen.items() if not PLAUSIBLE_C[0] <= c <= PLAUSIBLE_C[1])
+    return f"c outside {PLAUSIBLE_C[0]} to {PLAUSIBLE_C[1]}: {odd}" if odd else None
+
+
 def describe(chosen: Mapping[str, float]) -> list[str]:
     """Lines for people: every c, block by block."""
     by_block: dict[str, list[str]] = {}
     for site, c in chosen.items():
         block, _, kind = site.rpartition(".")
-        by_block.setdefault(block, []).append(f"{kind} {c:.4g}")
-    return [f"  c, {f'block {block}' if block else 'final norm'}: " + ", ".join(by_block[block]) for block in by_block]
+        by_block.setdefault(f"block {block}" if block else "final norm", []).append(f"{kind} {c:.4g}")
+    return [f"  c, {block}: {', '.join(values)}" for block, values in by_block.items()]

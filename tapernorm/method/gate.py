@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from tapernorm.config.options import GATED, Config, removal_waits
+from tapernorm.config.options import GATED, Config
+from tapernorm.config.resolve import removal_waits
 from tapernorm.config.sites import removal_order
 
 
@@ -40,7 +41,7 @@ class GateSchedule:
         """The schedule of a resolved configuration; constant where no layer tapers."""
         gate = config.gate
         if gate.k_warmup is None or gate.k_taper is None:
-            raise ValueError("the gate's horizons are resolved by tapernorm.config.options.resolve")
+            raise ValueError("the gate's horizons are resolved by tapernorm.config.resolve")
         if config.norm.kind not in GATED:
             return cls("constant", gate.k_warmup, gate.k_taper)
         removals = _removals(config, gate.k_warmup, gate.k_taper) if gate.shape == "sequential" else ()
@@ -53,21 +54,15 @@ class GateSchedule:
         if self.shape == "step" or step >= self.k_taper:
             return 0.0
         t = (step - self.k_warmup) / (self.k_taper - self.k_warmup)
-        match self.shape:
-            case "cosine":
-                return 0.5 * (1.0 + math.cos(math.pi * t))
-            case "linear":
-                return 1.0 - t
-            case "sqrt":
-                return 1.0 - math.sqrt(t)
-            case "sequential":
-                return 1.0 - bisect_right(self.removals, step) / len(self.removals)
-        raise ValueError(f"unknown gate shape {self.shape!r}")
+        if self.shape == "sequential":
+            return 1.0 - bisect_right(self.removals, step) / len(self.removals)
+        return {"cosine": 0.5 * (1.0 + math.cos(math.pi * t)), "linear": 1.0 - t, "sqrt": 1.0 - math.sqrt(t)}[
+            self.shape
+        ]
 
     def phase(self, step: int) -> Phase:
         """The phase in which step is taken; it decides which graph runs and which parameters train."""
-        gate = self.value(step)
-        if gate == 0.0:
+        if self.value(step) == 0.0:
             return Phase.TAPERED
         # Step k_warmup itself is normalized; the cosine is below 1 from the next step on.
         return Phase.NORMALIZED if self.shape == "constant" or step <= self.k_warmup else Phase.TAPERING
@@ -75,12 +70,7 @@ class GateSchedule:
     @property
     def first_tapered_step(self) -> int | None:
         """The first step with gate 0, None if there is none."""
-        match self.shape:
-            case "constant":
-                return None
-            case "step":
-                return self.k_warmup + 1
-        return self.k_taper
+        return {"constant": None, "step": self.k_warmup + 1}.get(self.shape, self.k_taper)
 
 
 def _removals(config: Config, k_warmup: int, k_taper: int) -> tuple[int, ...]:

@@ -88,23 +88,25 @@ class GatedNorm(nn.Module):
         return torch.rsqrt(widened(x).square().mean(-1, keepdim=True) + self.eps)
 
     @torch.no_grad()
+    def calibrate(self, c: Tensor | float) -> None:
+        """Set c."""
+        self.c.fill_(c)
+
+    @torch.no_grad()
     def record(self, x: Tensor, inverse: Tensor) -> None:
         """Add the sums over tokens that c is fitted to: of centred inputs x (..., D) and their 1/r (..., 1)."""
         sums = [values.sum() for values in self.per_token(x.detach(), inverse.detach().squeeze(-1))]
-        # add_, because += also sets the attribute, which a compiled graph of a checkpointed segment refuses.
+        # add_: += also sets the attribute, which a compiled graph of a checkpointed segment refuses.
         self.recorded.add_(torch.stack(sums))
 
     def per_token(self, x: Tensor, inverse: Tensor) -> list[Tensor]:
         """Two, of centred inputs x (..., D) and their 1/r (...): c is fitted to the sums over tokens of these (...)."""
-        match self.fit:
-            case "least_squares":
-                weight = (widened(x) * widened(self.gain())).square().sum(-1)
-                return [weight * inverse, weight]
-            case "inverse_mean":
-                return [torch.ones_like(inverse), inverse.reciprocal()]
-            case "log":
-                return [inverse.log(), torch.ones_like(inverse)]
-        raise ValueError(f"unknown fit {self.fit!r}")
+        if self.fit == "log":
+            return [inverse.log(), torch.ones_like(inverse)]
+        if self.fit == "inverse_mean":
+            return [torch.ones_like(inverse), inverse.reciprocal()]
+        power = (widened(x) * widened(self.gain())).square().sum(-1)
+        return [power * inverse, power]
 
     def record_standard(self, h: Tensor) -> None:
         """`record` while the standard norm runs, whose statistic is out of reach."""
@@ -144,13 +146,9 @@ class LayerForm(GatedNorm):
 class TaperNorm(GatedNorm):
     """out = g * h/r * gamma + (1-g) * c * h * gamma_t,  r = sqrt(mean(h^2) + eps).
 
-    Shapes: h (..., D) -> (..., D). g is the global gate, c a calibrated scalar (a buffer, never trained), gamma
-    (`weight`) and gamma_t (`taper_weight`) are per-feature gains.
-
-    Three phases, set by `set_gate`: normalized runs the framework's own fused RMSNorm and is bit-identical to it;
-    tapering mixes both branches in a single pass over h; tapered computes no per-token statistic.
-
-    Source: Kanavalau, Amo Alonso, Lall, arXiv 2602.10408.
+    Shapes: h (..., D) -> (..., D). g is the global gate; gamma (`weight`) and gamma_t (`taper_weight`) are gains (D,).
+    Normalized, it runs the framework's own fused RMSNorm, bit for bit; tapering, it mixes both branches in one pass
+    over h; tapered, it computes no per-token statistic. Source: Kanavalau et al., arXiv 2602.10408.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -174,38 +172,31 @@ class TaperNorm(GatedNorm):
         return self.c * self.taper_weight
 
     def set_gate(self, gate: float, phase: Phase) -> None:
-        """Enter the phase with this gate value; also decides which of the two gains trains.
-
-        gamma_t has no gradient (None, not zero, which would change clipping) before the taper; gamma none after it.
-        """
         super().set_gate(gate, phase)
+        # No gradient at all (zeros would change clipping) for gamma_t before the taper and for gamma after it.
         self.weight.requires_grad_(phase is not Phase.TAPERED)
         self.taper_weight.requires_grad_(phase is not Phase.NORMALIZED)
 
     @torch.no_grad()
     def calibrate(self, c: Tensor | float) -> None:
         """Set c and start the linear branch from the trained gain: gamma_t := gamma."""
-        self.c.fill_(c)
+        super().calibrate(c)
         self.taper_weight.copy_(self.gain())
 
 
 class TaperLN(LayerForm, TaperNorm):
     """out = g * xc/sigma * gamma + (1-g) * c * xc * gamma_t + beta,  xc = h - mean(h),  sigma = sqrt(mean(xc^2) + eps).
 
-    Shapes: h (..., D) -> (..., D). Centering is linear, so it stays in the end map; beta is shared by both branches
-    (our choice).
+    Centering is linear, so it stays in the end map; beta is shared by both branches (our choice).
     """
 
 
 class FakeNorm(GatedNorm):
     """out = h/r * gamma until the layer's own turn, then c * h * gamma: 1/c is the frozen running mean of r.
 
-    Shapes: h (..., D) -> (..., D). The gate is shared: a layer goes once the gate has fallen to its `turns`, and a
-    sequence of turns takes one layer after the other. An attention norm has two, first for what Q and K read, then for
-    what V reads; between them the output is the pair of both. c is read again at the second (our choice), so that one
-    linear map is left in the end.
-
-    Source: Baroni, Khara, Schaeffer, Subkhankulov, Heimersheim, arXiv 2507.02559.
+    The gate is shared: a layer goes once the gate has fallen to its `turns`, one layer after the other. The norm of an
+    attention has two, first for what Q and K read, then for what V reads; between them the output is the pair of both.
+    c is read again at the second (our choice), so that one linear map is left. Source: Baroni et al., arXiv 2507.02559.
     """
 
     def __init__(self, dim: int, eps: float, turns: tuple[float, ...]) -> None:
@@ -233,11 +224,6 @@ class FakeNorm(GatedNorm):
     def set_gate(self, gate: float, phase: Phase) -> None:
         super().set_gate(gate, phase)
         self.removed = self.turns_taken(gate)
-
-    @torch.no_grad()
-    def calibrate(self, c: Tensor | float) -> None:
-        """Freeze c at one of the layer's turns."""
-        self.c.copy_(torch.as_tensor(c))
 
 
 class FakeLN(LayerForm, FakeNorm):
@@ -302,7 +288,7 @@ def needs_bias(norm: AnyNormConfig, model: ModelConfig, site: str) -> bool:
 def build_norm(norm: AnyNormConfig, model: ModelConfig, site: str) -> nn.Module:
     """The norm at a site ('0.attn', ..., 'final') of a resolved model configuration."""
     if model.norm_eps is None:
-        raise ValueError("model.norm_eps is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     if is_table(norm, site):
         return nn.Identity()
     dim, eps = model.d_model, model.norm_eps

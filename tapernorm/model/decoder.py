@@ -157,7 +157,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, norm: AnyNormConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.options.resolve")
+            raise ValueError("model.vocab_size is the tokenizer's: see tapernorm.config.resolve")
         self.config, self.norm_config = config, norm
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.table = nn.Embedding(config.vocab_size, config.d_model) if is_table(norm, "0.attn") else None

@@ -1,23 +1,21 @@
 """Several processes for one run, as torchrun starts them. Without it every function here returns at once.
 
-All processes take the same steps. Each computes its own rows of the global batch; `average` then makes gradients and
-sums those of the whole batch, the same bits everywhere, and so are the weights after the step. Process 0 leads: the
-directory, the console and the tracker of the run are its alone. Any process may fail: the first one
-to do so tells it (`blame`).
+All processes take the same steps, each with its own rows of the global batch; `average` makes gradients and sums those
+of the whole batch, the same bits everywhere, and so are the weights after the step. Process 0 leads: the directory, the
+console and the tracker are its alone. The first process to fail tells it (`blame`).
 
-There is no wrapper around the model: which gains train, and which graph runs, changes with the phases of the gate, and
-a wrapper would have to be built anew each time, and would stand in the way of torch.compile's one graph per phase.
-
-torch is imported where it is needed, because faults of a command line are told before that.
+There is no wrapper around the model: it would have to be built anew at each phase of the gate, and would stand in the
+way of torch.compile's one graph per phase. torch is imported where it is needed: faults of a command line come first.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,12 +34,11 @@ Item = TypeVar("Item")
 STEP_LIMIT = timedelta(hours=1)  # of a reduction, which waits while process 0 saves or generates
 CONTROL_LIMIT = timedelta(hours=12)  # of a decision, which waits while process 0 prepares the data
 LAST_WORDS = timedelta(seconds=10)  # for a process that has failed to say so
-BUCKET = 2**25  # elements that are reduced together
+BUCKET = 2**25  # elements, about, that are reduced together
 
 _rank, _size = 0, 1
 _store: Any = None  # what processes tell each other even if they no longer step together
 _control: Any = None  # their group for plain data, on the CPU, apart from the one that reduces
-_asked: tuple[Any, Tensor] | None = None
 
 
 def start() -> None:
@@ -155,25 +152,17 @@ def average(tensors: Iterable[Tensor]) -> None:
     import torch
     import torch.distributed as td
 
+    tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
+    ends = itertools.accumulate(tensor.numel() for tensor in tensors)
     with torch.no_grad():
-        for bucket in _buckets(tensor for tensor in tensors if not is_sharded(tensor)):
+        # Together, as a reduction costs a fixed time; not all at once, as a flat copy costs memory.
+        for _, group in itertools.groupby(zip(tensors, ends, strict=True), lambda item: item[1] // BUCKET):
+            bucket = [tensor for tensor, _ in group]
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             td.all_reduce(flat)
             flat /= _size
             for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """In their order; a reduction costs a fixed time, a flat copy of everything would cost memory."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(other.numel() for other in bucket) + tensor.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 # ------------------------------------------------------------------------------------------------------------ sharding
@@ -249,60 +238,43 @@ def gather(value: T) -> list[T]:
 
 
 def decide(work: Callable[[], T]) -> T:
-    """What `work` gives in process 0, in every process; if it raises there, all raise."""
+    """What `work` gives in process 0, plain data, in every process; if it raises there, all raise."""
     if _size == 1:
         return work()
-    result, fault = _attempt(work) if leads() else (None, None)
-    decided, told = gather((result, _in_transit(fault)))[0]
-    if error := fault or told:
-        raise error
+    result: T | None = None
+    fault: Exception | None = None
+    if leads():
+        try:
+            result = work()
+        except Exception as error:
+            fault = error
+            told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            blame(told)  # before others can
+    # Not every exception can be sent.
+    sent = fault if isinstance(fault, ConfigError | None) else RuntimeError(f"process 0 has failed: {fault}")
+    decided, received = gather((result, sent))[0]
+    if raised := fault or received:
+        raise raised
     return decided  # type: ignore[return-value]  # the leader's
 
 
 def in_turn(lead: Callable[[], T], follow: Callable[[], T] | None = None) -> T:
     """`lead` in process 0 and then `follow` (default: the same) in the others; if the first raises, all do."""
-    if _size == 1:
-        return lead()
-    result, fault = _attempt(lead) if leads() else (None, None)
-    told = gather(_in_transit(fault))[0]
-    if error := fault or told:
-        raise error
-    return result if leads() else (follow or lead)()  # type: ignore[return-value]
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        blame(str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")  # before others can
-        return None, error
-
-
-def _in_transit(error: Exception | None) -> Exception | None:
-    """What the others raise: not every exception can be sent."""
-    return error if error is None or isinstance(error, ConfigError) else RuntimeError(f"process 0 has failed: {error}")
+    own: list[T] = []
+    decide(lambda: own.append(lead()))
+    return own[0] if leads() else (follow or lead)()
 
 
 def largest_asked(number: int) -> int:
-    """The largest number that any process gave in its previous call; with one process, in this one.
-
-    To be called once a step by all. What is given is known to all a step later, so that nobody waits for an answer, or
-    for a device.
-    """
-    global _asked
+    """The largest number that any process gives. On the hosts, so that nobody waits for a device."""
     if _size == 1:
         return number
     import torch
     import torch.distributed as td
 
-    answer = 0
-    if _asked is not None:
-        work, known = _asked
-        work.wait()
-        answer = int(known.item())
     asked = torch.tensor(number)
-    _asked = td.all_reduce(asked, td.ReduceOp.MAX, group=_control, async_op=True), asked
-    return answer
+    td.all_reduce(asked, td.ReduceOp.MAX, group=_control)
+    return int(asked)
 
 
 # --------------------------------------------------------------------------------------------------------- the way out
@@ -332,7 +304,6 @@ def _leave() -> None:
 
     That is the one that failed, which may still be printing why, or else process 0.
     """
-    global _control, _asked
     import torch.distributed as td
 
     sys.stdout.flush()
@@ -341,9 +312,6 @@ def _leave() -> None:
         failed = _store.check(["fault"])
         last = int(_store.get("fault").split()[0]) if failed else 0
         if td.is_initialized() and not failed:  # else those who wait for this process wake up when it is gone
-            if _asked is not None:
-                _asked[0].wait()
-            _control, _asked = None, None
             td.destroy_process_group()
         if _rank == last:
             _store.set("over", "")

@@ -1,4 +1,4 @@
-"""progress"""
+"""How far a program is, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Progress:
         if tokens_per_s:
             parts.append(f"{tqdm.format_sizeof(tokens_per_s)} tokens/s")
         if self._bar is not None:
-            with suppress(OSError):  # the terminal has gone; the run goes on
+            with suppress(OSError):  # the terminal was closed; the run goes on
                 self._bar.set_postfix_str("  ".join(parts), refresh=False)
                 self._bar.update(step - self._bar.n)
             return
@@ -86,7 +86,7 @@ class Progress:
 
     def _flush_line(self) -> None:
         if self._pending is not None:
-            with suppress(OSError):  # whoever read along has gone
+            with suppress(OSError):  # the stream was closed, e.g. by head
                 print(self._pending, file=self.stream, flush=True)
         self._pending = None
 

@@ -1,24 +1,20 @@
-"""record"""
+"""What a run writes down: the rows of metrics.jsonl while it lasts, summary.json at its end."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.schema import (
-    ConfigError,
-    write_text,
-)
+from tapernorm.config.schema import ConfigError, write_text
 
 METRICS_FILE = "metrics.jsonl"
-
-
 REPORT_FILE = "report.html"
-
+Tree = dict[str, Any]
 
 # Every metric by name, with its meaning; docs/metrics.md has the formulas. <site> is a norm: 0.attn, 0.mlp, ..., final.
 METRICS: dict[str, str] = {
@@ -63,7 +59,7 @@ METRICS: dict[str, str] = {
 }
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
+def read_metrics(directory: Path) -> list[Tree]:
     """The rows of a run's metrics.jsonl, one per step, ascending; metrics of the same step are merged.
 
     A torn last line, which a killed process leaves, is dropped. Raises ConfigError if there is no such file or
@@ -72,62 +68,61 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     path = directory / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"{directory} has no {METRICS_FILE}: it is not a run's directory")
-    merged: dict[int, dict[str, Any]] = {}
-    for row in _parse(path):
+    merged: dict[int, Tree] = {}
+    for _, row in _rows(path):
         merged.setdefault(row["step"], {}).update(row)
     return [merged[step] for step in sorted(merged)]
 
 
-def _parse(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().splitlines()
-    rows = []
+def _rows(path: Path) -> Iterator[tuple[bytes, Tree]]:
+    """The lines of metrics.jsonl as they are, each with what it holds."""
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             int(row["step"])
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
-                break
+                return
             raise ConfigError(f"{path}, line {number} is damaged: delete the line to go on") from None
-        rows.append(row)
-    return rows
+        yield line, row
 
 
-def _keep_until(path: Path, step: int | None, last: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Drop a torn last line and the rows after `step` (None: no limit); return the last row kept, {} if none.
+class MetricsFile:
+    """metrics.jsonl of a run, to append to: each line is a JSON object, {"step": k, "train/loss": ..., ...}.
 
-    `last` is a row that was there once; it comes back if it is lost.
+    Opening it drops a torn last line and, if given, the rows after the step `until`. A row has reached the operating
+    system when `append` returns, so a killed process loses nothing; `flush` also survives a power cut. Raises
+    ConfigError if the file is damaged; OSError, naming it, if it cannot be written, and whole rows are left.
     """
-    rows = [row for row in _parse(path) if step is None or row["step"] <= step] if path.is_file() else []
-    if last and (not rows or rows[-1]["step"] < last["step"]):
-        rows.append(last)
-    content = b"".join(map(_encode, rows))
-    if content != (path.read_bytes() if path.is_file() else b""):
-        temporary = path.with_suffix(".tmp")
+
+    def __init__(self, directory: Path, until: int | None = None) -> None:
+        self.path = directory / METRICS_FILE
+        self._file = self.path.open("ab", buffering=0)  # nothing is held back that a full disk did not take
+        self.end = 0
+        for line, row in _rows(self.path):
+            if not line.endswith(b"\n") or (until is not None and row["step"] > until):
+                break
+            self.end += len(line)
+        self._file.truncate(self.end)
+
+    def append(self, row: Tree) -> None:
+        left = memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
+        size = len(left)
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    return rows[-1] if rows else {}
+            with suppress(OSError):
+                self._file.truncate(self.end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.end += size
 
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
 
-def _encode(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-def _number(name: str, value: Any) -> int | float | None:
-    if hasattr(value, "item"):  # a tensor or numpy scalar
-        value = value.item()
-    if value is None or isinstance(value, float):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    raise TypeError(f"metric {name} is a {type(value).__name__}, not a number")
+    def close(self) -> None:
+        self._file.close()
 
 
 def finite(data: Any) -> Any:
@@ -137,9 +132,6 @@ def finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-Tree = dict[str, Any]
 
 
 def load_summary(directory: Path) -> Tree | None:

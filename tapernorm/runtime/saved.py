@@ -1,4 +1,4 @@
-"""saved"""
+"""What a run's directory says of it, and which settings may differ between runs that go on or are compared."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tapernorm.config.options import build, resolve
-from tapernorm.config.schema import (
-    ConfigError,
-    leaves,
-    to_dict,
-)
+from tapernorm.config.resolve import build, resolve
+from tapernorm.config.schema import ConfigError, leaves, read_yaml, to_dict
 from tapernorm.runtime.record import Tree, load_summary
 
 DONE = ("finished", "diverged")  # a run with such a status is not gone on with
 
-
 # What a command says of its own directories. A run that goes on has its directory already.
 OWN = ("sweep", "name", "runs_dir", "run_dir", "resume")
-
 
 # Where and how a run happens, not what it computes: these may change when a run goes on.
 ADJUSTABLE = (
@@ -44,7 +36,6 @@ ADJUSTABLE = (
     "trainer.val_batch_size",
     "trainer.val_interval",
 )
-
 
 # What a run may differ in from the baseline that it is compared with, beside ADJUSTABLE and OWN.
 COMPARED = ("norm", "anchor", "gate", "calibration")
@@ -76,27 +67,16 @@ class Saved:
 def load_run(directory: Path) -> Saved:
     """Read what a run's directory says of it. Raises ConfigError if it holds no run."""
     file = directory / ".hydra" / "config.yaml"
-    try:
-        composed = _saved_tree(file)
-        resolved_file = directory / "config.yaml"
-        # Without it the run was interrupted before the vocabulary was known.
-        resolved = _saved_tree(resolved_file) if resolved_file.exists() else composed
-        # Built anew, so that a key which an older version did not have has its default.
-        resolved = to_dict(resolve(build(resolved)))
-        summary = load_summary(directory)
-    except FileNotFoundError:
-        raise ConfigError(f"{directory} holds no run ({file} is missing)") from None
+    if not file.exists():
+        raise ConfigError(f"{directory} holds no run ({file} is missing)")
+    composed = read_yaml(file)
+    resolved_file = directory / "config.yaml"
+    # Without it the run was interrupted before the vocabulary was known.
+    resolved = read_yaml(resolved_file) if resolved_file.exists() else composed
+    # Built anew, so that a key which an older version did not have has its default.
+    resolved = to_dict(resolve(build(resolved)))
+    summary = load_summary(directory)
     return Saved(directory, composed, resolved, summary)
-
-
-def _saved_tree(file: Path) -> Tree:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: it holds no configuration")
-    return tree
 
 
 def match_key(resolved: Tree) -> str:

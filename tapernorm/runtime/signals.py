@@ -1,4 +1,4 @@
-"""signals"""
+"""Signals that end a program while there is no step to finish and save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stop_at_once(number: int, frame: object) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM, SIGUSR1 and SIGUSR2 end the program as Ctrl-C does wherever there is no step to finish and save."""
+    """Let SIGTERM, SIGUSR1 and SIGUSR2 end the program as Ctrl-C does; the training loop has handlers of its own."""
     taken = []
     for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
         number = getattr(signal, name, None)  # Windows has no SIGUSR1 and 2

@@ -17,34 +17,28 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tapernorm import git_revision
-from tapernorm.config.options import Config, build, resolve
-from tapernorm.config.schema import ConfigError, to_dict, write_yaml
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import build, resolve
+from tapernorm.config.schema import ConfigError, read_yaml, to_dict, write_yaml
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.method.gate import GateSchedule
 from tapernorm.model.decoder import Decoder
 
 FORMAT = 1
 # What readers of meta.json rely on; the rest of it is for people.
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "gate": (int, float),
-    "tokens": int,
-    "data": str,
-    "files": dict,
-}
+FIELDS = {"step": int, "gate": int | float, "tokens": int, "data": str, "files": dict}
 
 
 def path_at(run_dir: Path, step: int) -> Path:
@@ -68,8 +62,7 @@ def write(
     A folded model has no training state (`training` None). `reports` are further JSON files by name.
     """
     with as_a_whole(final) as temporary:
-        weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}
-        save_file(weights, temporary / "model.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / "model.safetensors")
         if training is not None:
             torch.save(dict(training), temporary / "training.pt")
         for name, report in (reports or {}).items():
@@ -105,16 +98,16 @@ def as_a_whole(final: Path) -> Iterator[Path]:
             set_aside(final)
         temporary.rename(final)
     except BaseException as error:
-        cause = _of_the_disk(error, temporary, final)
+        cause = _of_the_disk(error, temporary)
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not to be filled further
         if cause is not None:
-            raise cause from error
+            raise OSError(cause.errno, cause.strerror, str(final)) from error
         raise
     sync(root)
 
 
-def _of_the_disk(error: BaseException, temporary: Path, final: Path) -> OSError | None:
-    """The OSError, naming `final`, that made a write fail; None if it was something else.
+def _of_the_disk(error: BaseException, temporary: Path) -> OSError | None:
+    """The OSError that made a write fail; None if it was something else.
 
     torch and safetensors tell a full disk by errors of their own, so writing once more, while what they wrote still
     fills it, finds out.
@@ -124,7 +117,7 @@ def _of_the_disk(error: BaseException, temporary: Path, final: Path) -> OSError 
             (temporary / "probe").write_bytes(bytes(1 << 20))
         except OSError as cause:
             error = cause
-    return OSError(error.errno, error.strerror, str(final)) if isinstance(error, OSError) and error.errno else None
+    return error if isinstance(error, OSError) and error.errno else None
 
 
 def retain(run_dir: Path, keep_last: int, best_step: int | None) -> None:
@@ -144,12 +137,8 @@ def delete(path: Path) -> None:
 
 
 def expected_size(model: torch.nn.Module) -> int:
-    """Bytes of one checkpoint, about: the weights and AdamW's two moments of each of them, all in the model's type."""
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
-    return sum(
-        tensor.numel() * tensor.element_size() * (3 if isinstance(tensor, torch.nn.Parameter) else 1)
-        for tensor in tensors.values()
-    )
+    """Bytes of one checkpoint, about: the weights, and AdamW's two moments of each of them in the same type."""
+    return 3 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def clear_after(run_dir: Path, step: int) -> None:
@@ -223,46 +212,36 @@ def latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
 def find(path: Path, say: Callable[[str], None] = print) -> Path:
     """The checkpoint meant by a run or checkpoint directory. Raises ConfigError, one line, if there is none."""
     if not path.is_dir():
-        why = (
-            "a file, not a directory; name the run or checkpoint that it lies in"
-            if path.exists()
-            else "no such directory"
-        )
-        raise ConfigError(f"checkpoint {path}: {why}")
+        a_file = "a file, not a directory; name the run or checkpoint that it lies in"
+        raise ConfigError(f"checkpoint {path}: {a_file if path.exists() else 'no such directory'}")
     if (path / "meta.json").is_file() or path.name.startswith("step-"):
-        problem = fault(path)
-        if problem:
+        if problem := fault(path):
             raise ConfigError(f"checkpoint {path}: {problem}; choose another one in {path.parent}")
         return path
-    found = latest(path, say)
-    if found is None:
-        raise ConfigError(f"checkpoint {path}: neither a checkpoint nor a run with a valid one in checkpoints/")
-    return found
+    if found := latest(path, say):
+        return found
+    raise ConfigError(f"checkpoint {path}: neither a checkpoint nor a run with a valid one in checkpoints/")
 
 
-def find_all(given: Sequence[str], say: Callable[[str], None] = print) -> list[Path]:
-    """The checkpoints meant by directories of runs, of checkpoints or of many of them, and by patterns; each once.
+def find_all(path: Path, say: Callable[[str], None] = print) -> list[Path]:
+    """The checkpoints meant by a directory of a run, of a checkpoint or of many of them, or by a pattern; each once.
 
     A sweep's directory, like any that is neither run nor checkpoint but holds such, means all it holds, in the order
     of their names. What a directory or pattern holds beyond valid checkpoints is named and left out. Raises
-    ConfigError, one line, for an item that means none.
+    ConfigError, one line, if none is left.
     """
-    found: dict[Path, None] = {}
-    for item in given:
-        members = _members(Path(item))
-        if members is None:
-            found[find(Path(item), say)] = None
-            continue
-        usable: dict[Path, None] = {}
-        for member in members:
-            try:
-                usable[find(member, say)] = None
-            except ConfigError as problem:
-                say(f"left out: {problem}")
-        if not usable:
-            raise ConfigError(f"checkpoint {item}: no run or checkpoint that can be evaluated")
-        found.update(usable)
-    return list(found)
+    members = _members(path)
+    if members is None:
+        return [find(path, say)]
+    usable: dict[Path, None] = {}
+    for member in members:
+        try:
+            usable[find(member, say)] = None
+        except ConfigError as problem:
+            say(f"left out: {problem}")
+    if not usable:
+        raise ConfigError(f"checkpoint {path}: no run or checkpoint that can be evaluated")
+    return list(usable)
 
 
 def _members(path: Path) -> list[Path] | None:
@@ -296,13 +275,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def read_config(path: Path) -> Config:
     """The resolved configuration in a run's or checkpoint's directory."""
-    try:
-        tree = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path / 'config.yaml'}: cannot be read ({error})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path / 'config.yaml'}: it holds no configuration")
-    return build(tree)
+    return build(read_yaml(path / "config.yaml"))
 
 
 def read_training(path: Path) -> dict[str, Any]:
@@ -312,10 +285,9 @@ def read_training(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path / "training.pt", map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"checkpoint {path}: training.pt is not what was saved, so it is not opened: {reason}"
-        ) from None
+        reason, *_ = str(error).splitlines() or [""]
+        where = f"checkpoint {path}: training.pt"
+        raise ConfigError(f"{where} is not what was saved, so it is not opened: {reason}") from None
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -331,9 +303,8 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
         model.load_state_dict(read_weights(path), strict=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise ConfigError(
-            f"checkpoint {path}: model.safetensors is not of the model in config.yaml: {reason}"
-        ) from None
+        where = f"checkpoint {path}: model.safetensors"
+        raise ConfigError(f"{where} is not of the model in config.yaml: {reason}") from None
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder, Config, Tokenizer]:

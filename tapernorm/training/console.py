@@ -19,62 +19,56 @@ from tapernorm.runtime.device import autocast
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
 from tapernorm.training import checkpoint as checkpoints
-from tapernorm.training.state import TrainingRun, worst_mismatch
+from tapernorm.training.dynamics import worst_mismatch
+from tapernorm.training.state import TrainingRun
 
 
 def introduce(run: TrainingRun) -> None:
     """State what is about to happen, with an estimate of its duration from one trial step."""
-    config, trainer, schedule = run.config, run.config.trainer, run.schedule
-    per_step = trainer.batch_size * config.model.n_ctx
-    compiled = ", compiled" if trainer.compile else ""
-    say = run.say
+    config, trainer, schedule, say = run.config, run.config.trainer, run.schedule, run.say
+    gated = len(run.model.gated_norms())
     together = f"{dist.size()} processes, each with " if dist.size() > 1 else ""
-    kind = str(run.dtype).removeprefix("torch.")
-    say(f"{together}device {run.device}, {kind}{compiled}, {torch.get_num_threads()} threads")
+    kind = str(run.dtype).removeprefix("torch.") + (", compiled" if trainer.compile else "")
+    say(f"{together}device {run.device}, {kind}, {torch.get_num_threads()} threads")
     say(
         f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
         f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
-        f"({len(run.model.gated_norms())} of {2 * config.model.n_layer + 1} norms tapered), "
-        f"anchor {config.anchor.kind}, seed {config.seed}"
+        f"({gated} of {2 * config.model.n_layer + 1} norms tapered), anchor {config.anchor.kind}, seed {config.seed}"
     )
-    say(
-        f"tokens: {trainer.max_steps:,} steps of {per_step:,} = {trainer.max_steps * per_step:,}, "
-        f"{trainer.max_steps * per_step / run.batches.tokens_per_epoch:.2f} epochs"
-    )
+    tokens = trainer.max_steps * run.tokens_per_step
+    epochs = tokens / run.batches.tokens_per_epoch
+    say(f"tokens: {trainer.max_steps:,} steps of {run.tokens_per_step:,} = {tokens:,}, {epochs:.2f} epochs")
     if schedule.first_tapered_step is not None:
         taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
         say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
     else:
-        taper = "constant gate" if run.model.gated_norms() else "no tapered layers"
+        taper = "constant gate" if gated else "no tapered layers"
         say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
     if run.step:
         say(f"resumed after step {run.step}")
     left = trainer.max_steps - run.step
     if trainer.compile:
         say("ETA: shown once the first graph is compiled")
-    elif trainer.parallel == "fsdp" and dist.size() > 1:
+    elif run.sharded:
         say("ETA: shown once the first step is taken")
     elif left:
         say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
     say(f"run directory {run.directory}")
-    if warning := short_of_space(run):
-        say(warning)
+    warn_of_space(run)
     run.progress = Progress(trainer.max_steps, done=run.step, mode=trainer.progress)
 
 
-def short_of_space(run: TrainingRun) -> str | None:
-    """A warning if the checkpoints that the run will keep do not fit on the disk of its directory."""
+def warn_of_space(run: TrainingRun) -> None:
+    """Say so if the checkpoints that the run will keep do not fit on the disk of its directory."""
     trainer, size = run.config.trainer, checkpoints.expected_size(run.model)
     saves = math.ceil(trainer.max_steps / (trainer.save_interval or 1))
     most = min(trainer.keep_last + 2, saves)  # beside the last ones: the best, and the one that is being written
-    needed = size * (most - len(checkpoints.list_checkpoints(run.directory)))
     free = shutil.disk_usage(run.directory).free
-    if needed <= free:
-        return None
-    return (
-        f"warning: {in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come to "
-        f"{in_units(most * size)}; make room, or lower trainer.keep_last={trainer.keep_last}"
-    )
+    if free < size * (most - len(checkpoints.list_checkpoints(run.directory))):
+        run.say(
+            f"warning: {in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come "
+            f"to {in_units(most * size)}; make room, or lower trainer.keep_last={trainer.keep_last}"
+        )
 
 
 def in_units(n_bytes: float) -> str:
@@ -98,25 +92,9 @@ def trial_step(run: TrainingRun) -> float:
 
 def conclude(run: TrainingRun) -> None:
     """Samples, a readable summary, and the command that evaluates the run."""
-    say, trainer = run.say, run.config.trainer
-    tokenizer = run.data.tokenizer
-    if trainer.samples:
-        length = min(trainer.sample_tokens, run.config.model.n_ctx - 1)
-        try:
-            rows = generate(
-                run.whole_model(), [[tokenizer.eot]] * trainer.samples, length, eot=tokenizer.eot, seed=run.config.seed
-            )
-        except Exception as error:  # such as logits that are not finite: the results stand all the same
-            say(f"warning: no samples ({type(error).__name__}: {error})")
-            rows = []
-        texts = [tokenizer.decode(row) for row in rows]
-        if dist.leads():
-            try:
-                write_text(run.directory / "samples.txt", "\n<|endoftext|>\n".join(texts) + "\n")
-            except OSError as error:
-                say(f"warning: {run.directory / 'samples.txt'} cannot be written: {error.strerror}")
-        for number, text in enumerate(texts, 1):
-            say(f"sample {number}: {' '.join(text.split())}")
+    say = run.say
+    if run.config.trainer.samples:
+        write_samples(run)
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""
     loss = math.nan if run.val_loss is None else run.val_loss
     say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
@@ -134,6 +112,25 @@ def conclude(run: TrainingRun) -> None:
         say(f"charts: {run.directory / REPORT_FILE}")
     say("to evaluate it:")
     say(evaluate_command(run.directory))
+
+
+def write_samples(run: TrainingRun) -> None:
+    """Generate texts, say them and write them to samples.txt."""
+    trainer, tokenizer, file = run.config.trainer, run.data.tokenizer, run.directory / "samples.txt"
+    prompts, length = [[tokenizer.eot]] * trainer.samples, min(trainer.sample_tokens, run.config.model.n_ctx - 1)
+    texts: list[str] = []
+    try:
+        rows = generate(run.whole_model(), prompts, length, eot=tokenizer.eot, seed=run.config.seed)
+        texts = [tokenizer.decode(row) for row in rows]
+    except Exception as error:  # such as logits that are not finite: the results stand all the same
+        run.say(f"warning: no samples ({type(error).__name__}: {error})")
+    if dist.leads():
+        try:
+            write_text(file, "\n<|endoftext|>\n".join(texts) + "\n")
+        except OSError as error:
+            run.say(f"warning: {file} cannot be written: {error.strerror}")
+    for number, text in enumerate(texts, 1):
+        run.say(f"sample {number}: {' '.join(text.split())}")
 
 
 def evaluate_command(directory: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from tapernorm.method.anchor import token_scale
 from tapernorm.model.decoder import Decoder
 from tapernorm.runtime import dist
+
+
+def final_hidden(model: Decoder, tokens: Tensor, taps: dict[str, Tensor] | None = None) -> Tensor:
+    """h_L (B, T, D) without dropout, which would also draw; the model's mode is restored."""
+    was_training = model.training
+    h = model.eval().trunk(tokens, taps)
+    model.train(was_training)
+    return h
 
 
 def readout_gradient(model: Decoder, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,11 +77,9 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool =
     """
     config = model.config
     if config.norm_eps is None:
-        raise ValueError("model.norm_eps is resolved by tapernorm.config.options.resolve")
+        raise ValueError("model.norm_eps is resolved by tapernorm.config.resolve")
     taps: dict[str, Tensor] = {}
-    was_training = model.training
-    h = model.eval().trunk(tokens, taps)  # no dropout, which would also draw
-    model.train(was_training)
+    h = final_hidden(model, tokens, taps)
     losses, logits, gradient = readout_gradient(model, h, targets)
     radial = (gradient * h).sum(-1)
     gradient_norm = gradient.norm(dim=-1)
@@ -112,16 +118,17 @@ def probe(model: Decoder, tokens: Tensor, targets: Tensor, *, calibrated: bool =
 @torch.no_grad()
 def radial_tokens(model: Decoder, tokens: Tensor, targets: Tensor, count: int) -> dict[str, list[float]]:
     """Per token `theory` E_p[z] - z_y and `measured` <dl/dh_L, h_L>, nats per e-fold, of `count` of a batch (B, T)."""
-    was_training = model.training
-    h = model.eval().trunk(tokens)
-    model.train(was_training)
+    h = final_hidden(model, tokens)
     _, logits, gradient = readout_gradient(model, h, targets)
-    theory = radial_theory(logits, targets, constant_logits(model))
+    found = {"theory": radial_theory(logits, targets, constant_logits(model)), "measured": (gradient * h).sum(-1)}
     every = -(-targets.numel() // count)
-    return {
-        name: values.flatten()[::every].tolist()
-        for name, values in (("theory", theory), ("measured", (gradient * h).sum(-1)))
-    }
+    return {name: values.flatten()[::every].tolist() for name, values in found.items()}
+
+
+def worst_mismatch(metrics: Mapping[str, float | None]) -> float | None:
+    """The largest |calib/mismatch| of a probe; None where there is none."""
+    found = [abs(value) for name, value in metrics.items() if name.startswith("calib/mismatch.") and value is not None]
+    return max(found, default=None)
 
 
 class UpdateRatio:
@@ -145,22 +152,16 @@ def first_nonfinite(model: Decoder, tokens: Tensor, targets: Tensor) -> str | No
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"parameter {name}"
+    leaves = {module: name for name, module in model.named_modules() if not any(module.children())}
     found: list[str] = []
 
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            parts = output if isinstance(output, tuple) else (output,)  # a FakeNorm's may be a pair
-            if not found and not all(torch.isfinite(part).all() for part in parts if isinstance(part, Tensor)):
-                found.append(name)
+    def look(module: nn.Module, inputs: object, output: object) -> None:
+        parts = output if isinstance(output, tuple) else (output,)  # a FakeNorm's may be a pair
+        if module in leaves and not all(torch.isfinite(part).all() for part in parts if isinstance(part, Tensor)):
+            found.append(leaves[module])
 
-        return model.get_submodule(name).register_forward_hook(hook)
-
-    handles = [watch(name) for name, module in model.named_modules() if not any(module.children())]
-    try:
+    with nn.modules.module.register_module_forward_hook(look):
         loss, _ = model.loss(tokens, targets)
-    finally:
-        for handle in handles:
-            handle.remove()
     if found:
         return found[0]
     if not torch.isfinite(loss):

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.options import Config, resolve
+from tapernorm.config.options import Config
+from tapernorm.config.resolve import resolve
 from tapernorm.data.prepare import prepare
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast, keep_freed_memory, pick_device
@@ -47,7 +48,7 @@ def train(
     """
     device = dist.place(pick_device(config.trainer.device))
     keep_freed_memory()
-    if checkpoint is None:
+    if checkpoint is None and config.model.init != "random":
         pretrained.check(config)
     data = dist.in_turn(lambda: prepare(config, say))
     config = resolve(config, data.tokenizer.n_vocab)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,40 +29,29 @@ def role(name: str) -> str:
     return next(role for role, pattern in ROLES.items() if re.search(pattern, name))
 
 
-def _factor(name: str, config: OptimConfig) -> float:
-    return getattr(config.multipliers, role(name)) or 1.0
+def _groups(model: nn.Module, config: OptimConfig, gamma_t: bool) -> list[dict[str, Any]]:
+    """Parameter groups, of gamma_t alone or of all the rest: matrices decay; each has its role's multiplier."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    named = [(name, p) for name, p in model.named_parameters() if name.endswith("taper_weight") is gamma_t]
+    for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
+        key = parameter.dim() >= 2, getattr(config.multipliers, role(name)) or 1.0
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": members, "weight_decay": config.weight_decay * decays, "multiplier": factor}
+        for (decays, factor), members in groups.items()
+    ]
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; gamma_t stays out until `add_taper_gains`.
-
-    Groups differ in weight decay and in the multiplier of the learning rate: see `set_learning_rates`.
-    """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    named = [(name, p) for name, p in model.named_parameters() if not name.endswith("taper_weight")]
-    for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
-        key = parameter.dim() >= 2, _factor(name, config)
-        groups.setdefault(key, []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": members, "weight_decay": config.weight_decay * decays, "multiplier": factor}
-            for (decays, factor), members in groups.items()
-        ],
-        lr=0.0,  # set by the loop before every step
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    """AdamW over all parameters but gamma_t; `set_learning_rates` sets lr before every step."""
+    betas = config.beta1, config.beta2
+    return torch.optim.AdamW(_groups(model, config, False), lr=0.0, betas=betas, eps=config.eps, fused=True)
 
 
 def add_taper_gains(optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimConfig) -> None:
     """Let the optimizer train gamma_t, without decay and with fresh moments; called when the taper starts."""
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("taper_weight"):
-            groups.setdefault(_factor(name, config), []).append(parameter)
-    for factor, gains in groups.items():
-        optimizer.add_param_group({"params": gains, "weight_decay": 0.0, "multiplier": factor})
+    for group in _groups(model, config, True):
+        optimizer.add_param_group(group)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: OptimConfig) -> None:
@@ -89,10 +79,9 @@ def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> N
     for name, parameter in model.named_parameters():
         factor = factors.get(role(name), 1.0)
         parameter.mul_(factor)
-        moments = optimizer.state.get(parameter, {})
-        for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            if moment in moments:
-                moments[moment].div_(factor**power)
+        if moments := optimizer.state.get(parameter):
+            moments["exp_avg"].div_(factor)
+            moments["exp_avg_sq"].div_(factor**2)
     model.divide_eps(kappa)
 
 
@@ -104,10 +93,8 @@ def drop_state_of_frozen(optimizer: torch.optim.Optimizer) -> None:
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The l2 norm of the whole gradient, a scalar."""
-    norms = [
-        dist.whole(torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]))
-        for kind in dist.kinds(parameters)
-    ]
+    gradients = [[p.grad for p in kind if p.grad is not None] for kind in dist.kinds(parameters)]
+    norms = [dist.whole(torch.nn.utils.get_total_norm(kind)) for kind in gradients]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
@@ -120,7 +107,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: Tenso
 def learning_rate(step: int, config: OptimConfig) -> float:
     """lr(k) for the 1-based step k: linear over warmup_steps, then a cosine to min_lr_ratio * lr at decay_steps."""
     if config.lr is None or config.warmup_steps is None or config.decay_steps is None:
-        raise ValueError("the optimizer's horizons are resolved by tapernorm.config.options.resolve")
+        raise ValueError("the optimizer's horizons are resolved by tapernorm.config.resolve")
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     t = min(1.0, (step - config.warmup_steps) / max(1, config.decay_steps - config.warmup_steps))

@@ -1,4 +1,4 @@
-"""Where a model starts from (model.init): random weights, a run of ours, or a model in Hugging Face form."""
+"""Where a model starts from (model.init) if not at random: a run of ours, or a model in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -10,28 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapernorm.config.options import Config, ModelConfig, StandardNormConfig, TokenizerConfig, resolve
+from tapernorm.config.options import Config, ModelConfig, StandardNormConfig, TokenizerConfig
+from tapernorm.config.resolve import resolve
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import END_OF_TEXT, GPT2_VOCAB, Tokenizer, build_tokenizer
 from tapernorm.method.gate import GateSchedule
 from tapernorm.model.decoder import Decoder
 from tapernorm.model.hf import HUGE_EPSILON, Pretrained, is_hub_form, open_pretrained
-from tapernorm.training import checkpoint as checkpoints
+from tapernorm.training import checkpoint
 
-# Keys that decide which function the weights are of; n_ctx does where positions are learned.
-SAME_FUNCTION = (
-    "n_layer",
-    "d_model",
-    "head_dim",
-    "d_ff",
-    "tied",
-    "positions",
-    "rope_theta",
-    "mlp",
-    "biases",
-    "norm_family",
-    "norm_eps",
-)
+# Keys of ModelConfig that do not decide which function the weights are of; n_ctx does where positions are learned.
+FREE = ("name", "n_ctx", "vocab_size", "dropout", "init", "init_std", "embed_std")
 FRESH = (".c", "taper_weight")  # endings of what calibration will set
 GPT2_SIZES = {(12, 768): "gpt2", (24, 1024): "gpt2_medium", (36, 1280): "gpt2_large", (48, 1600): "gpt2_xl"}
 
@@ -39,13 +28,10 @@ GPT2_SIZES = {(12, 768): "gpt2", (24, 1024): "gpt2_medium", (36, 1280): "gpt2_la
 def check(config: Config) -> None:
     """Refuse in one line (ConfigError), before the data is prepared, a source that is not there or of another shape."""
     where = config.model.init
-    if where == "random":
-        return
     if is_hub_form(where):
-        _compare(where, open_pretrained(where).architecture, resolve(config).model)
-        return
+        return _compare(where, open_pretrained(where).architecture, resolve(config).model)
     try:
-        checkpoints.find(Path(where))
+        checkpoint.find(Path(where))
     except ConfigError as error:
         raise ConfigError(f"model.init={where}: {error}") from None
 
@@ -56,8 +42,6 @@ def initialize(model: Decoder, config: Config, tokenizer: Tokenizer) -> None:
     Raises ConfigError, one line, if the vocabularies, shapes or norms do not fit.
     """
     where = config.model.init
-    if where == "random":
-        return
     weights = _foreign(where, config, tokenizer) if is_hub_form(where) else _own(where, config, tokenizer)
     if "position_embed.weight" in weights:  # a shorter context has the first positions
         weights["position_embed.weight"] = weights["position_embed.weight"][: config.model.n_ctx]
@@ -123,8 +107,8 @@ def _foreign(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tens
 
 
 def _own(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tensor]:
-    path = checkpoints.find(Path(where))
-    meta, source = checkpoints.read_meta(path), resolve(checkpoints.read_config(path))
+    path = checkpoint.find(Path(where))
+    meta, source = checkpoint.read_meta(path), resolve(checkpoint.read_config(path))
     _compare(where, vars(source.model), config.model)
     if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
@@ -135,11 +119,11 @@ def _own(where: str, config: Config, tokenizer: Tokenizer) -> dict[str, Tensor]:
         raise ConfigError(
             f"model.init={where}: its gate is {gate:.3g}; tapering starts from a normalized model (gate 1)"
         )
-    return checkpoints.read_weights(path)
+    return checkpoint.read_weights(path)
 
 
 def _compare(where: str, there: Mapping[str, Any], here: ModelConfig) -> None:
-    pairs = ((name, there[name], getattr(here, name)) for name in SAME_FUNCTION if name in there)
+    pairs = ((name, there[name], own) for name, own in vars(here).items() if name in there and name not in FREE)
     if other := [f"model.{name} is {theirs} there and {own} here" for name, theirs, own in pairs if theirs != own]:
         raise ConfigError(f"model.init={where}: {', '.join(other)}; use the same model")
     if here.positions == "learned" and here.n_ctx > there["n_ctx"]:
@@ -149,14 +133,9 @@ def _compare(where: str, there: Mapping[str, Any], here: ModelConfig) -> None:
 
 
 def _load(model: Decoder, weights: Mapping[str, Tensor], where: str) -> None:
-    own = model.state_dict()
-    missing = sorted(name for name in own.keys() - weights.keys() if not name.endswith(FRESH))
-    spare = sorted(name for name in weights.keys() - own.keys() if not name.endswith(FRESH))
-    if missing or spare:
-        raise ConfigError(
-            f"model.init={where}: other layers ({', '.join([*missing, *spare][:3])}, ...); use the same norms"
-        )
-    taken = {name: tensor for name, tensor in weights.items() if not name.endswith(FRESH)}
+    own, taken = ({k: v for k, v in some.items() if not k.endswith(FRESH)} for some in (model.state_dict(), weights))
+    if other := sorted(own.keys() ^ taken.keys()):
+        raise ConfigError(f"model.init={where}: other layers ({', '.join(other[:3])}, ...); use the same norms")
     for name, tensor in taken.items():
         if tensor.shape != own[name].shape:
             there, here = tuple(tensor.shape), tuple(own[name].shape)

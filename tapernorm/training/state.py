@@ -7,7 +7,7 @@ import errno
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, to_dict, write_text, write_yaml
-from tapernorm.data.prepare import Batches, Prepared, validation_windows
+from tapernorm.data.batches import Batches, validation_windows
+from tapernorm.data.prepare import Prepared
 from tapernorm.method.anchor import ScaleAnchor
 from tapernorm.method.calibration import DOUBTFUL_MISMATCH, Calibration, describe
 from tapernorm.method.gate import GateSchedule, Phase
@@ -30,7 +31,7 @@ from tapernorm.runtime.progress import Progress
 from tapernorm.runtime.record import finite, read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
-from tapernorm.training.dynamics import UpdateRatio, first_nonfinite, probe, radial_tokens
+from tapernorm.training.dynamics import UpdateRatio, first_nonfinite, probe, radial_tokens, worst_mismatch
 from tapernorm.training.optim import add_taper_gains, build_optimizer, drop_state_of_frozen, learning_rate, rescale
 from tapernorm.training.tracking import NoTracker, Tracker
 
@@ -126,7 +127,8 @@ class TrainingRun:
 
     def initialize(self) -> None:
         """Start from the weights that model.init names, or from the random ones that are there."""
-        pretrained.initialize(self.model, self.config, self.data.tokenizer)
+        if self.config.model.init != "random":
+            pretrained.initialize(self.model, self.config, self.data.tokenizer)
         if self.schedule.k_warmup == 0:  # nothing to calibrate on: c = 1 and gamma_t starts as gamma
             for norm in self.model.taper_norms().values():
                 norm.calibrate(1.0)
@@ -580,9 +582,3 @@ class TrainingRun:
             "c": {site: norm.c.item() for site, norm in self.model.gated_norms().items()},
             "dynamics": {key: self.last_probe[key] for key in keys if key in self.last_probe},
         }
-
-
-def worst_mismatch(metrics: Mapping[str, float | None]) -> float | None:
-    """The largest |calib/mismatch| of a probe; None where there is none."""
-    found = [abs(value) for name, value in metrics.items() if name.startswith("calib/mismatch.") and value is not None]
-    return max(found, default=None)

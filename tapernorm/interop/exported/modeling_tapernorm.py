@@ -159,7 +159,9 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
             h, read = block(h, mask, angles, cache, read), None
         h = self.final_norm(h if isinstance(logits_to_keep, int) and not logits_to_keep else _last(h, logits_to_keep))
         logits = F.linear(h, self.embed.weight) if self.head is None else self.head(h)
-        loss = None if labels is None else _shifted_loss(logits, labels, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
         return output.to_tuple() if return_dict is False else output
 
@@ -192,14 +194,3 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _last(h, logits_to_keep):
     return h[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else h[:, logits_to_keep]
-
-
-def _shifted_loss(logits, labels, num_items_in_batch):
-    """Mean cross-entropy of every label given the tokens before it, or its sum over `num_items_in_batch`."""
-    losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(),
-        labels[:, 1:].flatten().to(logits.device),
-        ignore_index=-100,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    return losses if num_items_in_batch is None else losses / num_items_in_batch

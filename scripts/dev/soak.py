@@ -1,6 +1,6 @@
 """Kill one run again and again at random moments, and see whether it comes out as if nothing had happened.
 
-python scripts/soak.py --kills 200 [--seed 0] [--directory soak]
+python scripts/dev/soak.py --kills 200 [--seed 0] [--directory soak]
 
 First the undisturbed run. Then the same command with SIGKILL, restarted each time until it finishes: at random moments
 of its whole life, every third time in the midst of a checkpoint's writing, and every tenth time, with the prepared
@@ -11,7 +11,6 @@ metrics.jsonl has each step exactly once with the same numbers, else 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -21,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tapernorm.runtime.record import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
 CLOCK = "throughput/tokens_per_s"
 SAVE_INTERVAL = 5
 
@@ -105,8 +106,7 @@ def difference(expected: Path, found: Path, steps: int) -> str | None:
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != CLOCK} for line in lines]
+    return [{key: value for key, value in row.items() if key != CLOCK} for row in read_metrics(directory / "run")]
 
 
 def soak(directory: Path, kills: int, seed: int, steps: int) -> str | None:

@@ -1,8 +1,8 @@
 """Compare two runs, or one command at two commits: loss by loss, and setting by setting where these differ.
 
 Examples:
-  python scripts/compare.py runs/A runs/B
-  python scripts/compare.py --commits HEAD~1 HEAD -- experiment=smoke norm=all_taper
+  python scripts/dev/compare.py runs/A runs/B
+  python scripts/dev/compare.py --commits HEAD~1 HEAD -- experiment=smoke norm=all_taper
 
 A commit is checked out in a temporary directory, so uncommitted changes are not in it; W&B stays out of it.
 Exit status: 0 every logged loss is bit-identical, 1 some loss is not, 2 there was nothing to compare.
@@ -27,7 +27,7 @@ from tapernorm.config.schema import ConfigError, leaves
 from tapernorm.runtime.record import METRICS, read_metrics
 from tapernorm.runtime.saved import OWN, show, within
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOSSES = ("train/loss", "val/loss")
 
 

@@ -10,28 +10,32 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import yaml
-
-from tapernorm.config.options import GATED
-from tapernorm.config.schema import ConfigError
-from tapernorm.runtime.record import METRICS_FILE, load_summary, read_metrics
+from tapernorm.config.options import GATED, HOLDING
+from tapernorm.config.schema import ConfigError, read_yaml
+from tapernorm.runtime.record import METRICS_FILE, Tree, load_summary, read_metrics
 from tapernorm.runtime.saved import is_baseline, load_run, match_key
 
-Tree = dict[str, Any]
 Points = list[tuple[int, float | None]]  # (step, value); None where the value was not finite or not defined
 
 # docs/metrics.md, "How to see logit chasing", with numbers to the words. Both are in the report's text.
 GROWTH = 0.1  # e-folds (11 %) by which the residual scale may leave its level at the first step with gate 0
 LEVER = 0.5  # share of the theoretical radial gradient that must be there for the scale to act on the logits
 
-SCALE, DRIFT, MISMATCH = "scale/final_rms_mean", "scale/drift", "calib/mismatch."
+SCALE, DRIFT, MISMATCH, FORCE = "scale/final_rms_mean", "scale/drift", "calib/mismatch.", "anchor/force"
 
-FORCES = {  # of the anchors that hold a level: their force from means alone, for runs that did not log it
-    "fixed_target": lambda weight, scale, target: 2 * weight * scale * (scale - target),
-    "log_target": lambda weight, scale, target: 2 * weight * math.log(scale / target),
-    "mean_log": lambda weight, scale, target: 2 * weight * math.log(scale / target),
+VERDICTS = {  # the words of the badges; the report's text explains them
+    "chasing": "chases logits",
+    "growing": "scale grows",
+    "shrinking": "scale shrinks",
+    "held": "scale held",
+    "inert": "scale has no effect",
+    "normed": "final norm in place",
+    "early": "too early to tell",
+    "diverged": "diverged",
+    "failed": "failed",
 }
 
 
@@ -63,11 +67,9 @@ class Run:
 
     def setting(self, section: str, key: str) -> Any:
         """A resolved value, or as it was asked for where the run never got so far; None if neither is there."""
-        for tree in (self.resolved, self.composed):
-            node = tree.get(section)
-            if isinstance(node, dict) and node.get(key) is not None:
-                return node[key]
-        return None
+        nodes = [tree.get(section) for tree in (self.resolved, self.composed)]
+        found = [node[key] for node in nodes if isinstance(node, dict) and node.get(key) is not None]
+        return found[0] if found else None
 
     @property
     def norm(self) -> str:
@@ -90,9 +92,9 @@ class Run:
         return match_key(self.resolved)
 
     @property
-    def tokens_per_step(self) -> int | None:
-        batch, length = self.setting("trainer", "batch_size"), self.setting("model", "n_ctx")
-        return batch * length if batch and length else None
+    def tokens_per_step(self) -> int:
+        """1 where it is not known."""
+        return (self.setting("trainer", "batch_size") or 1) * (self.setting("model", "n_ctx") or 1)
 
     @property
     def k_warmup(self) -> int | None:
@@ -107,9 +109,9 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ its numbers
 
     def points(self, metric: str) -> Points:
-        """(step, value) wherever it was measured; drift and `anchor/force` are derived where they were not logged."""
+        """(step, value) wherever it was measured; drift and force are derived where they were not logged."""
         found = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        derived = {DRIFT: self._derived_drift, "anchor/force": self._derived_force}
+        derived = {DRIFT: self._derived_drift, FORCE: self._derived_force}
         return found or (derived[metric]() if metric in derived else [])
 
     def last(self, metric: str) -> float | None:
@@ -124,9 +126,18 @@ class Run:
         return self.summary["val_loss"] if self.summary.get("val_loss") is not None else self.last("val/loss")
 
     @property
+    def best_loss(self) -> float | None:
+        """Validation loss at the best temperature, which leaves out what a scale of all logits could mend."""
+        logged = self.last("val/loss_best_temperature")
+        return self.summary.get("val_loss_best_temperature") if logged is None else logged
+
+    @property
     def drift(self) -> float | None:
         """ln of the level at the end over the one at k_warmup, in e-folds."""
-        return self.last(DRIFT)
+        logged = self.last(DRIFT)
+        if logged is None and "mismatch" in self.summary:  # older summaries, which have none, have another zero
+            return self.summary.get("drift")
+        return logged
 
     def _derived_drift(self) -> Points:
         scales = [(step, s) for step, s in self.points(SCALE) if step >= (self.k_warmup or 0)]
@@ -142,18 +153,22 @@ class Run:
             for row in self.rows
             if (found := [abs(v) for key, v in row.items() if key.startswith(MISMATCH) and v is not None])
         }
-        return worst.get(self.closed), next(reversed(worst.values()), None)
+        told = self.summary.get("mismatch") or {}
+        return worst.get(self.closed, told.get("gate_0")), next(reversed(worst.values()), told.get("end"))
 
     @property
     def derives_force(self) -> bool:
-        return not any("anchor/force" in row for row in self.rows) and bool(self._derived_force())
+        return not any(FORCE in row for row in self.rows) and bool(self._derived_force())
 
     def _derived_force(self) -> Points:
-        force, target, weight = FORCES.get(self.anchor), self.last("scale/target"), self.last("anchor/lambda")
-        if force is None or not target or weight is None or self.k_warmup is None:
+        """From the mean scale alone, for runs that did not log it."""
+        target, strength = self.last("scale/target"), self.last("anchor/lambda")
+        if self.anchor not in HOLDING or not target or strength is None or self.k_warmup is None:
             return []
+        from tapernorm.method.anchor import force_at  # torch: only for such a run
+
         scales = [(step, s) for step, s in self.points(SCALE) if step > self.k_warmup]
-        return [(step, force(weight, s, target) if s else None) for step, s in scales]
+        return [(step, force_at(self.anchor, strength, s, target) if s else None) for step, s in scales]
 
     def sites(self, prefix: str) -> list[str]:
         """Sites that have a metric `<prefix><site>`, in the order of the forward pass."""
@@ -175,10 +190,11 @@ class Run:
         """First step with gate 0; of a run that does not taper, the k_taper that it shares with those that do."""
         return next((row["step"] for row in self.rows if row.get("gate/g") == 0), self.setting("gate", "k_taper"))
 
-    @property
-    def settled(self) -> list[Tree]:
-        """Rows after the first step with gate 0."""
-        return [] if self.closed is None else [row for row in self.rows if row["step"] > self.closed]
+    def _settled(self, *metrics: str) -> list[list[float]]:
+        """The metrics' values in the rows after the first step with gate 0 that have them all."""
+        rows = [] if self.closed is None else [row for row in self.rows if row["step"] > self.closed]
+        found = [[row.get(metric) for metric in metrics] for row in rows]
+        return [[v for v in values if v is not None] for values in found if None not in values]
 
     def growth_between(self, start: int | None, end: int) -> float | None:
         """ln of the last level over the first within these steps, in e-folds."""
@@ -200,15 +216,14 @@ class Run:
     @property
     def lever(self) -> float | None:
         """sum |radial/mean| / sum |radial/theory| after the taper: 1 if the scale of h_L acts on the logits, else 0."""
-        rows = [row for row in self.settled if row.get("radial/mean") is not None and row.get("radial/theory")]
-        theory = math.fsum(abs(row["radial/theory"]) for row in rows)
-        return math.fsum(abs(row["radial/mean"]) for row in rows) / theory if theory else None
+        pairs = [pair for pair in self._settled("radial/mean", "radial/theory") if pair[1]]
+        return sum(abs(mean) for mean, _ in pairs) / sum(abs(theory) for _, theory in pairs) if pairs else None
 
     @property
     def pull(self) -> float | None:
         """Mean of radial/train_mean after the taper, nats per e-fold: negative pulls the scale up."""
-        values = [row["radial/train_mean"] for row in self.settled if row.get("radial/train_mean") is not None]
-        return math.fsum(values) / len(values) if values else None
+        values = [value for (value,) in self._settled("radial/train_mean")]
+        return fmean(values) if values else None
 
     @cached_property
     def verdict(self) -> str:
@@ -222,26 +237,13 @@ class Run:
             return "early"
         if lever < LEVER:
             return "inert"
-        if growth < -GROWTH:
-            return "shrinking"
-        if growth <= GROWTH:
+        if abs(growth) <= GROWTH:
             return "held"
-        above = self.anchor not in FORCES or (self.drift or 0.0) > GROWTH
+        if growth < 0:
+            return "shrinking"
+        above = self.anchor not in HOLDING or (self.drift or 0.0) > GROWTH
         beyond = all(growth > other for other in self.reference_growths.values())
         return "chasing" if pull < 0 and above and beyond else "growing"
-
-
-VERDICTS = {  # the words of the badges; the report's text explains them
-    "chasing": "chases logits",
-    "growing": "scale grows",
-    "shrinking": "scale shrinks",
-    "held": "scale held",
-    "inert": "scale has no effect",
-    "normed": "final norm in place",
-    "early": "too early to tell",
-    "diverged": "diverged",
-    "failed": "failed",
-}
 
 
 def discover(directories: Iterable[Path]) -> list[Path]:
@@ -263,22 +265,22 @@ def read(directory: Path, summary: Tree | None = None) -> Run:
 
     summary: instead of summary.json.
     """
-    error = None
+    error, composed, resolved, rows = None, {}, {}, []
     try:
         saved = load_run(directory)
-        composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary or {}
+        composed, resolved, summary = saved.composed, saved.resolved, summary or saved.summary
     except ConfigError as fault:  # never started, or its configuration could not be built
-        error, composed, resolved = str(fault), _yaml(directory / ".hydra" / "config.yaml"), {}
-        try:
-            summary = summary or load_summary(directory) or {}
-        except ValueError:
-            summary = {}
-    rows: list[Tree] = []
+        error = str(fault)
+        with suppress(ConfigError):
+            composed = read_yaml(directory / ".hydra" / "config.yaml")
+        with suppress(ConfigError):
+            summary = summary or load_summary(directory)
     if (directory / METRICS_FILE).exists():
         try:
             rows = read_metrics(directory)
         except ConfigError as fault:
             error = str(fault)
+    summary = summary or {}
     status = summary.get("status") or ("failed" if error else "unfinished")
     tokens = _tokens(directory / "probe_tokens.json")
     return Run(directory, status, summary.get("error") or error, summary, composed, resolved, rows, tokens)
@@ -291,14 +293,6 @@ def _tokens(file: Path) -> Tree | None:
         tree = json.loads(file.read_text(encoding="utf-8"))
         return {"step": int(tree["step"]), **{key: [v if v is None else float(v) for v in tree[key]] for key in keys}}
     return None
-
-
-def _yaml(file: Path) -> Tree:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def silence(directory: Path) -> float | None:

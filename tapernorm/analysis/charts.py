@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from tapernorm.analysis.intervals import estimate
-from tapernorm.analysis.report.compare import Comparison, Mode, interval, mode_verdict, number, told
-from tapernorm.analysis.report.runs import DRIFT, GROWTH, MISMATCH, VERDICTS, Points, Run
+from tapernorm.analysis.compare import Comparison, Mode
+from tapernorm.analysis.format import interval, number
+from tapernorm.analysis.runs import DRIFT, GROWTH, MISMATCH, Points, Run
+from tapernorm.analysis.tables import told
 
 GAP = "gap"
 POINTS = 12_000  # drawn per metric over all runs: what keeps a page of 30 runs within a few megabytes
@@ -188,68 +189,59 @@ CHARTS = (
         (Line("throughput/tokens_per_s", "tokens/s"),),
     ),
 )
-LAYERS_CAPTION = (
-    "calib/c.<site> at the last probe, in the order of the forward pass: the constant that stands in for 1/scale. "
-    "It varies over depth; values outside 0.02 to 50 or wild neighbours mean that the warmup was too short. "
-    "taper/gain_rms.<site> is the tapered gain's size, which started as the norm's own."
-)
-HEAT_CAPTION = (
-    "scale/rms.<site> of one run, over steps and sites. Relative: ln of the scale over its value at k_warmup as "
-    "measured; growth that starts at an early site and is carried on by all later ones is a blow-up in the "
-    "making. Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before "
-    "it saturates them."
-)
-MISMATCH_CAPTION = (
-    "calib/mismatch.<site> of one run from k_warmup on: mean over tokens of ln(c · scale). At 0 the constant c stands "
-    "in for 1/scale; at +0.5 the tapered branch is 1.65 times as large as the norm's. What is there at k_taper, where "
-    "c is all that is left, the model has to make up for. The colours span ±0.5."
-)
-TOKENS_CAPTION = (
-    "Radial gradient of single tokens of the probe batch at the end, nats per e-fold: automatic differentiation "
-    "against the theory, which needs the logits alone; one run of each mode. Tokens lie on the diagonal where the "
-    "final norm is gone and on the horizontal line where it is in place."
-)
+CAPTIONS = {  # of the charts that are not over time
+    "layers": "calib/c.<site> at the last probe, in the order of the forward pass: the constant that stands in for "
+    "1/scale. It varies over depth; values outside 0.02 to 50 or wild neighbours mean that the warmup was too short. "
+    "taper/gain_rms.<site> is the tapered gain's size, which started as the norm's own.",
+    "heat": "scale/rms.<site> of one run, over steps and sites. Relative: ln of the scale over its value at k_warmup "
+    "as measured; growth that starts at an early site and is carried on by all later ones is a blow-up in the making. "
+    "Absolute: log10 of the scale. The relative colours span what comes after k_warmup; the growth before it saturates "
+    "them.",
+    "mismatch": "calib/mismatch.<site> of one run from k_warmup on: mean over tokens of ln(c · scale). At 0 the "
+    "constant c stands in for 1/scale; at +0.5 the tapered branch is 1.65 times as large as the norm's. What is there "
+    "at k_taper, where c is all that is left, the model has to make up for. The colours span ±0.5.",
+    "tokens": "Radial gradient of single tokens of the probe batch at the end, nats per e-fold: automatic "
+    "differentiation against the theory, which needs the logits alone; one run of each mode. Tokens lie on the "
+    "diagonal where the final norm is gone and on the horizontal line where it is in place.",
+}
 
 
 def payload(comparison: Comparison) -> dict[str, Any]:
     """The runs, their numbers and the charts as plain data. Equal lists of steps are stored once, in `grids`."""
     grids: dict[tuple[int, ...], int] = {}
     limit = max(100, min(1000, POINTS // max(1, len(comparison.runs))))
-    runs = [run_payload(comparison, run, grids, limit) for run in comparison.runs]
+    runs = [
+        {"mode": place, "size": mode.size} | run_payload(comparison, run, grids, limit)
+        for place, mode in enumerate(comparison.modes)
+        for run in mode.runs
+    ]
     return {
         "modes": [mode_payload(comparison, mode) for mode in comparison.modes],
         "runs": runs,
         "grids": [list(grid) for grid in grids],
         "charts": [asdict(chart) for chart in CHARTS],
         "growth": GROWTH,
-        "captions": {
-            "layers": LAYERS_CAPTION,
-            "heat": HEAT_CAPTION,
-            "mismatch": MISMATCH_CAPTION,
-            "tokens": TOKENS_CAPTION,
-        },
+        "captions": CAPTIONS,
     }
 
 
 def mode_payload(comparison: Comparison, mode: Mode) -> dict[str, Any]:
     """A mode and its line in the verdict: estimates as text."""
-    growth, drift, logits, gap = (
-        estimate(list(mode.values(measure).values()))
-        for measure in (lambda run: run.growth, lambda run: run.drift, comparison.logit_gap, comparison.gap)
-    )
-    others: dict[str, list[float]] = {}
-    for name, value in (item for run in mode.counted.values() for item in run.reference_growths.items()):
-        others.setdefault(name, []).append(value)
-    first, n = mode.first, len(mode.counted)
+    logits, gap = mode.estimate(comparison.logit_gap), mode.estimate(comparison.gap)
+    first, n, counted = mode.first, len(mode.counted), mode.counted.values()
+    others = {
+        name: [run.reference_growths[name] for run in counted if name in run.reference_growths]
+        for name in ("baseline", "internal_taper")
+    }
     against = "reference" if mode.is_baseline else "no baseline"
     return {
         "label": mode.label,
         "size": mode.size,
         "baseline": mode.is_baseline,
-        "verdict": mode_verdict(mode),
-        "growth": interval(growth, "+.2f") or number(first.growth, "+.2f"),
-        "references": [f"{name} {number(fmean(values), '+.2f')}" for name, values in others.items()],
-        "drift": interval(drift, "+.2f") or number(first.drift, "+.2f"),
+        "verdict": mode.verdict,
+        "growth": interval(mode.estimate(lambda run: run.growth), "+.2f") or number(first.growth, "+.2f"),
+        "references": [f"{name} {number(fmean(values), '+.2f')}" for name, values in others.items() if values],
+        "drift": interval(mode.estimate(lambda run: run.drift), "+.2f") or number(first.drift, "+.2f"),
         "logit_norm": number(first.last("logits/norm_mean"), ".1f"),
         "val_loss": number(first.val_loss, ".4f"),
         "logit_gap": against if mode.is_baseline or logits is None else interval(logits, "+.1f", " %", n),
@@ -262,7 +254,7 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
     """One run. `thinned` names the metrics of which not every point is drawn; `k_taper` is null without a taper."""
     series, thinned = {}, []
     for metric in dict.fromkeys(line.metric for chart in CHARTS for line in chart.lines):
-        points = gap_points(comparison, run) if metric == GAP else run.points(metric)
+        points = drawn(comparison, run, metric)
         if not any(value is not None for _, value in points):
             continue
         kept = thin(points, limit)
@@ -270,23 +262,9 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
             thinned.append(metric)
         steps, values = zip(*kept, strict=True)
         series[metric] = [grids.setdefault(steps, len(grids)), [short(value) for value in values]]
-    mode = comparison.mode_of(run)
-    return {
-        "name": run.name,
-        "mode": comparison.modes.index(mode),
-        "norm": run.norm,
-        "anchor": run.anchor,
-        "size": mode.size,
-        "seed": run.seed,
-        "status": run.status,
-        "verdict": run.verdict,
-        "verdict_text": VERDICTS[run.verdict],
+    own = ("name", "norm", "anchor", "seed", "status", "verdict", "tokens_per_step", "k_warmup", "k_taper")
+    return {key: getattr(run, key) for key in own} | {
         "growth": short(run.growth),
-        "logit_gap": short(comparison.logit_gap(run)),
-        "gap": short(comparison.gap(run)),
-        "tokens_per_step": run.tokens_per_step or 1,
-        "k_warmup": run.k_warmup,
-        "k_taper": run.k_taper,
         "series": series,
         "thinned": thinned,
         "derived_force": run.derives_force,
@@ -297,12 +275,12 @@ def run_payload(comparison: Comparison, run: Run, grids: dict[tuple[int, ...], i
     }
 
 
-def gap_points(comparison: Comparison, run: Run) -> Points:
-    """Validation loss over the baseline's at the same step, per cent; empty for a baseline itself."""
+def drawn(comparison: Comparison, run: Run, metric: str) -> Points:
+    """The points of a metric. GAP: val/loss over the baseline's at the same step, per cent; none for a baseline."""
     base = comparison.baseline_of(run)
-    if base is None or base is run:
-        return []
-    losses = dict(base.points("val/loss"))
+    if metric != GAP:
+        return run.points(metric)
+    losses = dict(base.points("val/loss")) if base and base is not run else {}
     pairs = ((step, loss, losses.get(step)) for step, loss in run.points("val/loss"))
     return [(step, 100 * (loss / other - 1)) for step, loss, other in pairs if loss is not None and other]
 
@@ -313,13 +291,9 @@ def layers(run: Run) -> dict[str, Any] | None:
     rows = [row for row in run.rows if sites and f"calib/c.{sites[0]}" in row and row["step"] > (run.k_warmup or 0)]
     if not rows:
         return None
-    last = rows[-1]
-    return {
-        "sites": sites,
-        "c": [short(last.get(f"calib/c.{site}")) for site in sites],
-        "gain": [short(last.get(f"taper/gain_rms.{site}")) for site in sites],
-        "step": last["step"],
-    }
+    prefixes = {"c": "calib/c.", "gain": "taper/gain_rms."}
+    found = {name: [short(rows[-1].get(prefix + site)) for site in sites] for name, prefix in prefixes.items()}
+    return {"sites": sites, **found}
 
 
 def heat(run: Run, prefix: str) -> dict[str, Any] | None:

@@ -23,8 +23,9 @@
 
   const state = {
     on: new Set(runs.keys()), x: "tokens", colour: "mode", marker: "none", lines: "runs", smoothing: 0, range: null, zoom: 0,
-    shown: {},
   };
+
+  const runsOn = () => [...state.on].map((index) => runs[index]);
 
   // ------------------------------------------------------------------------------------------------ grouping, colours
 
@@ -87,8 +88,7 @@
 
   function runTraces(chart, line) {
     const traces = [];
-    for (const index of state.on) {
-      const run = runs[index];
+    for (const run of runsOn()) {
       const series = seriesOf(run, line.metric);
       if (!series) continue;
       const colour = colourOf(run), symbol = bare.has(line.metric) ? null : symbolOf(run);
@@ -115,7 +115,7 @@
     // Mean and range at the steps that all switched-on runs of a mode have.
     const traces = [];
     data.modes.forEach((mode, number) => {
-      const members = [...state.on].map((i) => runs[i]).filter((run) => run.mode === number && run.series[line.metric]);
+      const members = runsOn().filter((run) => run.mode === number && run.series[line.metric]);
       if (!members.length) return;
       const maps = members.map((run) => {
         const series = seriesOf(run, line.metric);
@@ -141,11 +141,10 @@
     return traces;
   }
 
-  function marks() {
+  function marks(members) {
     // Where the warmup ends and where the gate is closed; each different place once.
     const found = new Map();
-    for (const index of state.on) {
-      const run = runs[index];
+    for (const run of members) {
       for (const name of ["k_warmup", "k_taper"]) if (run[name]) found.set(`${name} ${xOf(run, run[name])}`, [name, xOf(run, run[name])]);
     }
     const places = [...found.values()];
@@ -201,18 +200,24 @@
     return make("svg", { width: 22, height: 8, "aria-hidden": "true" }, make("line", { x1: 0, x2: 22, y1: 4, y2: 4, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dashes[dash] }));
   }
 
+  // Buttons that switch what a chart shows: [key, name, dash, title]; none where there is nothing to choose from.
+  function chipsOf(items, shown, draw) {
+    return items.length < 2 ? [] : items.map(([key, name, dash, title]) => make("button", {
+      type: "button", class: "chip", title, "aria-pressed": String(shown.has(key)),
+      onclick: (event) => {
+        shown.has(key) ? shown.delete(key) : shown.add(key);
+        event.currentTarget.setAttribute("aria-pressed", String(shown.has(key)));
+        draw();
+      },
+    }, dashSample(dash), name));
+  }
+
   function addTimeChart(chart) {
     const wide = chart.wide;
     const present = chart.lines.filter((line) => runs.some((run) => run.series[line.metric]));
-    const shown = (state.shown[chart.id] = new Set(present.filter((line) => line.shown).map((line) => line.metric)));
-    const chips = present.length < 2 ? [] : present.map((line) => make("button", {
-      type: "button", class: "chip", title: line.metric, "aria-pressed": String(shown.has(line.metric)),
-      onclick: (event) => {
-        shown.has(line.metric) ? shown.delete(line.metric) : shown.add(line.metric);
-        event.currentTarget.setAttribute("aria-pressed", String(shown.has(line.metric)));
-        draw();
-      },
-    }, dashSample(line.dash), line.axis === 2 && !chart.split ? `${line.label} (right)` : line.label));
+    const shown = new Set(present.filter((line) => line.shown).map((line) => line.metric));
+    const nameOf = (line) => (line.axis === 2 && !chart.split ? `${line.label} (right)` : line.label);
+    const chips = chipsOf(present.map((line) => [line.metric, nameOf(line), line.dash, line.metric]), shown, draw);
     const target = frame(chart.id, chart.title, chart.caption, chips, wide);
     target.node.classList.toggle("split", chart.split && present.some((line) => line.axis === 2));
     function draw() {
@@ -230,7 +235,7 @@
       const levels = (left ? ["y"] : []).concat(right && chart.split ? ["y2"] : []).flatMap((yref) => chart.levels.map((level) => ({ type: "line", xref: "paper", yref, x0: 0, x1: 1, y0: level, y1: level, layer: "below", line: { color: css("--soft"), width: 1, dash: level === 0 ? "solid" : "dot" } })));
       for (const name of ["y", "y2"]) fitAxis(chart, layout, traces, name);
       if (chart.log) for (const name of ["y", "y2"]) ticksOfLog(layout, traces, name);
-      const marked = marks();
+      const marked = marks(runsOn());
       layout.shapes = [...levels, ...marked.shapes];
       layout.annotations = marked.annotations;
       if (chart.wide) layout.yaxis.nticks = chart.split ? 6 : 9;
@@ -251,7 +256,7 @@
     const axis = layout[name === "y" ? "yaxis" : "yaxis2"];
     const sound = traces.filter((trace) => trace.yaxis === name && !diverged.has(trace.legendgroup));
     if (!axis || axis.range || !sound.length || (!chart.settled && sound.length === traces.filter((trace) => trace.yaxis === name).length)) return;
-    const starts = [...state.on].map((i) => runs[i]).filter((run) => run.k_warmup).map((run) => xOf(run, run.k_warmup));
+    const starts = runsOn().filter((run) => run.k_warmup).map((run) => xOf(run, run.k_warmup));
     const start = chart.settled && starts.length ? Math.max(...starts) : 0;
     const scale = chart.log ? Math.log10 : (y) => y;
     const values = sound.flatMap((trace) => trace.y.filter((y, i) => y !== null && trace.x[i] >= start && (!chart.log || y > 0))).map(scale);
@@ -312,29 +317,19 @@
 
   function addLayers() {
     const have = runs.filter((run) => run.layers);
-    const kinds = [["c", "c", "solid", "circle"], ["gain", "gain", "dot", "x"]];
+    const kinds = [["c", "c", "solid"], ["gain", "gain", "dot"]];
     const shown = new Set(["c"]);
-    const chips = !have.length ? [] : kinds.map(([key, name, dash]) => make("button", {
-      type: "button", class: "chip", "aria-pressed": String(shown.has(key)),
-      onclick: (event) => {
-        shown.has(key) ? shown.delete(key) : shown.add(key);
-        event.currentTarget.setAttribute("aria-pressed", String(shown.has(key)));
-        draw();
-      },
-    }, dashSample(dash), name));
+    const chips = have.length ? chipsOf(kinds, shown, draw) : [];
     const target = frame("layers", "Calibrated scalars by layer", data.captions.layers, chips);
     function draw() {
       const traces = [];
-      for (const index of state.on) {
-        const run = runs[index];
-        if (!run.layers) continue;
-        for (const [key, name, dash, symbol] of kinds.filter(([kind]) => shown.has(kind)))
+      for (const run of runsOn().filter((other) => other.layers))
+        for (const [key, name, dash] of kinds.filter(([kind]) => shown.has(kind)))
           traces.push({
             type: "scatter", mode: "lines+markers", x: run.layers.sites, y: run.layers[key], legendgroup: run.name, name: plain(label(run)),
-            line: { color: colourOf(run), dash, width: 1.3 }, marker: { color: colourOf(run), size: 6, symbol: symbolOf(run) || symbol },
+            line: { color: colourOf(run), dash, width: 1.3 }, marker: { color: colourOf(run), size: 6, symbol: symbolOf(run) || (key === "c" ? "circle" : "x") },
             hovertemplate: `${plain(label(run))}<br>${name} at %{x}: %{y:.4g}<extra></extra>`,
           });
-      }
       const layout = layoutOf({ y: "c, gain", log: true });
       ticksOfLog(layout, traces, "y");
       layout.xaxis = { ...layout.xaxis, type: "category", tickformat: "", title: { text: "" }, range: undefined, autorange: true, tickangle: -60, nticks: 40 };
@@ -377,10 +372,7 @@
         layout.yaxis = { ...layout.yaxis, type: "category", nticks: 60, title: { text: "" } };
         layout.xaxis.range = state.range || undefined;
         layout.xaxis.autorange = !state.range;
-        const only = state.on;
-        state.on = new Set([picked]);
-        const marked = marks();
-        state.on = only;
+        const marked = marks([run]);
         layout.shapes = marked.shapes.map((shape) => ({ ...shape, layer: "above", line: { ...shape.line, color: css("--ink") } }));
         layout.annotations = marked.annotations;
       }
@@ -392,7 +384,7 @@
   function addTokens() {
     const target = frame("tokens", "Radial gradient per token", data.captions.tokens);
     function draw() {
-      const have = [...state.on].filter((index) => runs[index].tokens).map((index) => runs[index]);
+      const have = runsOn().filter((run) => run.tokens);
       const first = have.filter((run, i) => have.findIndex((other) => other.mode === run.mode) === i);
       const traces = first.map((run) => ({
         type: "scatter", mode: "markers", x: run.tokens.theory, y: run.tokens.measured, legendgroup: run.name, name: plain(label(run)),
@@ -413,11 +405,8 @@
 
   const swatch = (run) => make("svg", { class: "swatch", viewBox: "0 0 15 11", "aria-hidden": "true" }, make("rect", { x: 0, y: 2, width: 15, height: 7, rx: 2, fill: colourOf(run) }));
 
-  function markerSample(run) {
-    const symbol = symbolOf(run), colour = colourOf(run);
-    const shapes = { circle: "M5.5 1.5a4 4 0 1 0 .01 0z", square: "M2 2h7v7h-7z", diamond: "M5.5 .8l4.7 4.7-4.7 4.7L.8 5.5z", "triangle-up": "M5.5 1l4.8 8.4H.7z", "triangle-down": "M5.5 10L.7 1.6h9.6z", x: "M1.5 3.2L3.2 1.5l2.3 2.3 2.3-2.3 1.7 1.7-2.3 2.3 2.3 2.3-1.7 1.7-2.3-2.3-2.3 2.3-1.7-1.7 2.3-2.3z", cross: "M4.2 1h2.6v3.2H10v2.6H6.8V10H4.2V6.8H1V4.2h3.2z", star: "M5.5 .5l1.4 3.3 3.6.3-2.7 2.4.8 3.5-3.1-1.9-3.1 1.9.8-3.5L.5 4.1l3.6-.3z" };
-    return make("svg", { class: "swatch", viewBox: "0 0 11 11", "aria-hidden": "true" }, make("path", { d: shapes[symbol] || shapes.circle, fill: colour }));
-  }
+  const glyphs = { circle: "●", square: "■", diamond: "◆", "triangle-up": "▲", x: "✖", "triangle-down": "▼", cross: "✚", star: "★" };
+  const markerSample = (run) => make("span", { style: `color: ${colourOf(run)}`, "aria-hidden": "true" }, glyphs[symbolOf(run) || "circle"]);
 
   function dots(mode, values, low, high) {
     const width = 170, height = 24, pad = 8;

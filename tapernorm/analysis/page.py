@@ -13,8 +13,9 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from tapernorm.analysis.report import charts
-from tapernorm.analysis.report.compare import RULE, Comparison, headline, state_of, tables, uncounted
+from tapernorm.analysis import charts
+from tapernorm.analysis.compare import Comparison, state_of, uncounted
+from tapernorm.analysis.tables import RULE, headline, tables
 from tapernorm.runtime.record import finite
 
 
@@ -50,7 +51,7 @@ def embed(data: Any) -> str:
 
 
 def _text(name: str) -> str:
-    return resources.files("tapernorm.analysis.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("tapernorm.analysis").joinpath(name).read_text(encoding="utf-8")
 
 
 def markdown(comparison: Comparison, title: str, now: datetime, images: Sequence[str]) -> str:
