@@ -47,9 +47,18 @@ def test_the_two_commands_are_there() -> None:
     assert (ROOT / "constraints.txt").read_text().count("torch==2.13.0") == 1
 
 
-def test_every_module_is_named() -> None:
-    modules = {path.name for path in (ROOT / "tapernorm").glob("*.py")} - {"__init__.py"}
-    assert modules == set(re.findall(r"`(?:tapernorm/)?(\w+\.py)`", README)) & modules
+def test_every_folder_is_named() -> None:
+    folders = {path.parent.name for path in (ROOT / "tapernorm").glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^\| `(\w+)` \|", README.partition("## Where things are")[2], re.MULTILINE))
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    lines = {
+        name: int(number.replace(",", ""))
+        for name, number in re.findall(r"^\| `(\w+)/` .* ([\d,]+) \|$", architecture, re.M)
+    }
+    assert folders == lines.keys()
+    for folder, stated in lines.items():
+        counted = sum(len(path.read_text().splitlines()) for path in (ROOT / "tapernorm" / folder).rglob("*.py"))
+        assert abs(counted - stated) <= 0.03 * counted, f"docs/architecture.md: {folder} has {counted} lines"
 
 
 def test_every_choice_is_named() -> None:

@@ -18,8 +18,8 @@ from tapernorm.analysis.results import Measured, plus_minus
 from tapernorm.config.options import Config
 from tapernorm.config.programs import EvaluateConfig
 from tapernorm.config.schema import ConfigError, to_dict
-from tapernorm.data.batches import n_windows, validation_windows
-from tapernorm.data.prepare import TokenFile, prepare, prepare_valid, reuse
+from tapernorm.data.batches import TokenFile, n_windows, validation_windows
+from tapernorm.data.prepare import prepare, prepare_valid, reuse
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.model.decoder import Decoder
 from tapernorm.model.evaluate import at_best_temperature, token_losses

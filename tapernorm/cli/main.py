@@ -145,9 +145,9 @@ def benchmark(tree: DictConfig) -> None:
         shape = [item for item in HydraConfig.get().overrides.task if item.startswith("model")]
         if config.checkpoint and shape:
             raise ConfigError(f"{shape[0]}: the checkpoint brings its own shape; leave it out, or checkpoint=...")
-        from tapernorm.bench import benchmark as bench
+        from tapernorm.bench import benchmark  # torch: only once the command line is known to be right
 
-        bench.benchmark(config)
+        benchmark.benchmark(config)
 
 
 def export_hf(tree: DictConfig) -> None:

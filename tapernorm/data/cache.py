@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -46,7 +46,7 @@ def find_or_make(
     with contextlib.ExitStack() as stack:
         found, how = find(entry, read)[0], ""
         if found is None:
-            stack.enter_context(_locked(entry, dataset, say))
+            stack.enter_context(_lock(entry, dataset, say))
             (found, fault), how = find(entry, read), ", just made by another process"
         if found is not None:
             say(f"dataset {dataset}: reused {found} ({entry}{how})")
@@ -74,24 +74,20 @@ def find(entry: Path, read: Callable[[Path], Found]) -> tuple[Found | None, str]
         return None, str(error)
 
 
-@contextlib.contextmanager
-def _locked(entry: Path, dataset: str, say: Callable[[str], None]) -> Iterator[None]:
+def _lock(entry: Path, dataset: str, say: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """The entry's lock, held until it is left."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{entry}.lock")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0.5)
+            return lock.acquire(timeout=0.5)
         except Timeout:
             say(f"dataset {dataset}: waiting for another process that prepares {entry}")
-            lock.acquire()
+            return lock.acquire()
     except OSError as error:
         raise _unwritable(entry, error) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _make(entry: Path, fill: Callable[[Path], dict[str, Any]]) -> None:

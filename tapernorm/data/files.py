@@ -71,7 +71,7 @@ def find_files(key: str, value: str | tuple[str, ...]) -> list[Path]:
             raise ConfigError(f"{key}={item}: {problem}")
         found += paths
     for path in found:
-        check_suffix(path, f"{key}: {path}")
+        _check_suffix(path, f"{key}: {path}")
     return list(dict.fromkeys(found))
 
 
@@ -81,7 +81,7 @@ def find_splits(path: Path, where: str) -> dict[str, list[Path]]:
     Raises ConfigError, which `where` begins, when there are none.
     """
     if path.is_file():
-        check_suffix(path, where)
+        _check_suffix(path, where)
         return {"train": [path], "valid": []}
     found = _files_in(path)
     candidates = []
@@ -100,7 +100,7 @@ def find_splits(path: Path, where: str) -> dict[str, list[Path]]:
     return best
 
 
-def check_suffix(path: Path, where: str) -> None:
+def _check_suffix(path: Path, where: str) -> None:
     if _suffix(path) not in SUFFIXES:
         raise ConfigError(f"{where} is none of {', '.join(SUFFIXES)}; rename or convert it")
 

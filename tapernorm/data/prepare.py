@@ -84,12 +84,12 @@ class OccurringIds:
         return cls(entry, np.load(entry / IDS, allow_pickle=False), cache.read_report(entry)["train"])
 
 
-def prepare(config: Config, say: Callable[[str], None] = print, threads: int | None = None) -> Prepared:
+def prepare(config: Config, say: Callable[[str], None] = print) -> Prepared:
     """The data set and tokenizer of `config`, from the cache or made now; `say` gets one line on which, with counts.
 
-    threads: of the encoder; the result does not depend on it. Raises ConfigError for missing or unreadable data.
+    Raises ConfigError for missing or unreadable data.
     """
-    dataset, preparation = config.dataset, _Preparation(config, say, threads)
+    dataset, preparation = config.dataset, _Preparation(config, say)
     if not isinstance(dataset, FilteredDatasetConfig):
         return preparation.both_splits(dataset, "dataset")
     prepared = preparation.both_splits(dataset.source, "dataset.source")
@@ -98,10 +98,7 @@ def prepare(config: Config, say: Callable[[str], None] = print, threads: int | N
 
 
 def prepare_valid(
-    config: Config,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None] = print,
-    key: str = "dataset",
+    config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = print, key: str = "dataset"
 ) -> TokenFile:
     """The validation documents of config.dataset, encoded with a tokenizer that is there, from the cache or now.
 
@@ -162,9 +159,9 @@ def _filter(
 class _Preparation:
     """Entries of the cache, from there or made now."""
 
-    def __init__(self, config: Config, say: Callable[[str], None], threads: int | None = None) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self.config, self.say, self.root = config, say, cache.root(config)
-        self.threads = threads or min(8, os.cpu_count() or 1)
+        self.threads = min(8, os.cpu_count() or 1)  # of the encoder; the result does not depend on it
         wanted = config.trainer.progress
         self.progress = ("bar" if sys.stderr.isatty() else "lines") if wanted == "auto" else wanted
 
