@@ -230,13 +230,14 @@ def report() -> bool:
     global started
     if started is None:
         return False
-    from tapernorm.analysis.format import number, print_table
+    from tapernorm.analysis.format import print_table
 
     sweep, started = started, None
     rows = rows_of(sweep)
     incomplete = [row for row in rows if row["failed"]]
     stopped = [row for row in incomplete if row["status"] in ("interrupted", "running", "not run")]
-    texts = [[number(row[column], form) for column, (_, form) in COLUMNS.items()] for row in rows]
+    written = {column: f"{{:{form}}}".format for column, (_, form) in COLUMNS.items()}
+    texts = [["" if row[column] is None else written[column](row[column]) for column in COLUMNS] for row in rows]
     with suppress(OSError):
         print_table(list(COLUMNS), texts, n_left=4)
     for row in incomplete:
