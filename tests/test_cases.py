@@ -30,7 +30,7 @@ from tapernorm.runtime.record import read_metrics, write_summary
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import console, loop
 from tapernorm.training.state import TrainingRun
-from tests.test_training import assert_same_weights, rows, weights
+from tests.training.test_training import assert_same_weights, rows, weights
 
 ROOT = CONFIGS.parent
 SMOKE = [
@@ -499,7 +499,7 @@ def test_P28_no_device_is_assumed(finished: Path) -> None:
 def test_every_case_has_a_test_of_its_number() -> None:
     names = [
         node.name
-        for file in Path(__file__).parent.glob("test_*.py")
+        for file in Path(__file__).parent.rglob("test_*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]

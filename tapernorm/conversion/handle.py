@@ -235,7 +235,7 @@ class Tapering:
             raise RuntimeError(f"gate {self.gate:.4g}: the original norms can come back only while the gate is 1")
         for norm in self.norms.values():
             replace(self.model, norm, norm.release())
-        self.norms = {}
+        self.norms, self._average = {}, None
 
     def state_dict(self) -> dict[str, Any]:
         """What the model's state_dict does not hold: the gate, s_tgt and the memory of a tracked c. Plain types."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tapernorm.model.decoder import Decoder
 
-# oneDNN's operator for a dense matrix, which torch has no public name for. tests/test_lean.py notices if it changes.
+# oneDNN's operator for a dense matrix, without a public name in torch. tests/model/test_lean.py notices a change.
 ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
