@@ -7,10 +7,6 @@ import runpy
 import signal
 import sys
 
-# A shell that starts the tests in the background has SIGINT ignored, and what the tests start would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Tiny tensors: a second thread costs more than it brings, and results must not depend on how many there are.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -23,6 +19,13 @@ import pytest
 from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
+
+# A shell that starts the tests in the background has SIGINT and SIGQUIT ignored, nohup SIGHUP, and what the tests start
+# would inherit that.
+for name, handler in (("SIGINT", signal.default_int_handler), ("SIGQUIT", signal.SIG_DFL), ("SIGHUP", signal.SIG_DFL)):
+    number = getattr(signal, name, None)  # Windows has SIGINT alone
+    if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 TINY: dict[str, Any] = {
     "model": {"name": "tiny", "n_layer": 2, "n_ctx": 32, "d_model": 32, "head_dim": 16},
