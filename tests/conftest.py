@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import signal
@@ -19,6 +20,7 @@ import pytest
 from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
+from tapernorm.runtime.log import LOGGER, Lines, to_console
 
 # A shell that starts the tests in the background has SIGINT and SIGQUIT ignored, nohup SIGHUP, and what the tests start
 # would inherit that.
@@ -50,6 +52,40 @@ TINY: dict[str, Any] = {
     "tracking": {"wandb": "disabled"},
     "report": False,
 }
+
+
+class Heard(logging.Handler):
+    """The lines that are said, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.setFormatter(Lines())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the package says during a test."""
+    heard, level = Heard(), LOGGER.level
+    LOGGER.addHandler(heard)
+    LOGGER.setLevel(logging.INFO)
+    yield heard.lines
+    LOGGER.removeHandler(heard)
+    LOGGER.setLevel(level)
+
+
+@pytest.fixture
+def console() -> Iterator[None]:
+    """Lines go to standard output, as in a program."""
+    handlers = list(LOGGER.handlers)
+    for handler in handlers:
+        LOGGER.removeHandler(handler)
+    to_console()
+    yield
+    LOGGER.handlers[:] = handlers
 
 
 def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

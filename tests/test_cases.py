@@ -25,7 +25,7 @@ import torch
 
 from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
-from tapernorm.runtime.log import append_log, open_log
+from tapernorm.runtime.log import LOGGER, append_log, open_log
 from tapernorm.runtime.record import read_metrics, write_summary
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import console, loop
@@ -255,12 +255,12 @@ def test_a_finished_run_that_cannot_be_made_longer_keeps_its_results(
 def test_a_log_that_cannot_be_written_costs_no_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_log(tmp_path) as say:
+    with open_log(tmp_path):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
             for line in ("one", "two", "three"):
-                say(line)
+                LOGGER.info(line)
             append_log(tmp_path, "a traceback")
             write_summary(tmp_path, {"status": "failed"})
         finally:
@@ -476,7 +476,7 @@ def test_P27_a_compiled_run_is_evaluated_uncompiled(
     compiler = torch.compile
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda f, **keys: compiler(f, backend="eager", **keys))
-    summary = loop.train(tiny(norm="all_taper", trainer={"compile": True}), tmp_path, say=lambda line: None)
+    summary = loop.train(tiny(norm="all_taper", trainer={"compile": True}), tmp_path)
     torch._dynamo.reset()
     from tapernorm.analysis.evaluate import evaluate_checkpoint
     from tapernorm.config.programs import EvaluateConfig

@@ -73,7 +73,7 @@ def trained(tiny: Callable[..., Config], tmp_path: Path) -> tuple[Config, Path]:
     """A short run and its last checkpoint."""
     config = tiny(trainer={"max_steps": 4, "save_interval": 2}, gate={"k_warmup": 2, "k_taper": 3})
     (tmp_path / "run").mkdir()
-    train(config, tmp_path / "run", say=lambda line: None)
+    train(config, tmp_path / "run")
     return config, checkpoints.path_at(tmp_path / "run", 4)
 
 
@@ -96,7 +96,7 @@ def test_a_malicious_training_state_is_not_opened(
         evil = (path / "training.pt").read_bytes()
     replace_file(path, "training.pt", evil)
     with pytest.raises(ConfigError, match=r"training\.pt is not what was saved") as caught:
-        train(config, path.parents[1], path, say=lambda line: None)
+        train(config, path.parents[1], path)
     one_line(caught.value)
     assert not marker.exists()
 
@@ -142,7 +142,7 @@ def test_story_files_are_only_data(tmp_path: Path, evil: bytes, marker: Path, su
     dataset = {"kind": "text", "train": str(tmp_path / f"stories{suffix}"), "vocab_size": 300}
     tree = merge(TINY, {"dataset": dataset, "tokenizer": {"kind": "bytes"}, "cache_dir": str(tmp_path / "cache")})
     try:
-        prepare(resolve(build(tree)), say=lambda line: None)
+        prepare(resolve(build(tree)))
     except ConfigError as error:
         one_line(error)
     assert not marker.exists()
@@ -154,7 +154,7 @@ def test_pickled_objects_inside_parquet_stay_bytes(tmp_path: Path, evil: bytes, 
     pq.write_table(pa.table({"text": rows}, schema=schema), tmp_path / "stories.parquet")
     dataset = {"kind": "text", "train": str(tmp_path / "stories.parquet"), "held_out": 0.2, "vocab_size": 300}
     tree = merge(TINY, {"dataset": dataset, "tokenizer": {"kind": "bytes"}, "cache_dir": str(tmp_path / "cache")})
-    prepare(resolve(build(tree)), say=lambda line: None)
+    prepare(resolve(build(tree)))
     assert not marker.exists()
 
 
@@ -169,10 +169,10 @@ def test_a_ranks_file_is_only_data(tmp_path: Path, evil: bytes, marker: Path) ->
 
 def test_prepared_tokens_are_only_data(tmp_path: Path, evil: bytes, marker: Path) -> None:
     config = resolve(build(merge(TINY, {"cache_dir": str(tmp_path / "cache")})))
-    entry = prepare(config, say=lambda line: None).entry
+    entry = prepare(config).entry
     for file in entry.iterdir():
         file.write_bytes(evil)
-    prepare(config, say=lambda line: None)  # made anew, as they are damaged
+    prepare(config)  # made anew, as they are damaged
     assert not marker.exists()
 
 

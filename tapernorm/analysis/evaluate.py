@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from tapernorm.config.schema import ConfigError
 from tapernorm.model.fold import describe
 from tapernorm.model.hf import is_hub_form
 from tapernorm.runtime.device import keep_freed_memory, pick_device
+from tapernorm.runtime.log import only_new
 from tapernorm.runtime.record import finite
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
 
+log = logging.getLogger(__name__)
+
 TAILS = {"median": "median", "99 %": "p99", "99.9 %": "p99_9", "max": "max"}
 
 
-def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
+def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     """Losses of a checkpoint on validation text, worst documents and samples; or of several, with their differences.
 
     A checkpoint may also be a model in Hugging Face form, directory or hub id, which has no text of its own. With
@@ -38,52 +42,43 @@ def evaluate_checkpoint(config: EvaluateConfig, say: Callable[[str], None] = pri
     """
     device = pick_device(config.device, "device")
     keep_freed_memory()
-    paths = _checkpoints(config, say)
+    paths = _checkpoints(config)
     alone = len(paths) == 1 and config.suite is None
     said: set[str] = set()
-
-    def say_once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
-
     texts = {"": config.dataset} if config.suite is None else dict(config.suite)
     measured: dict[str, list[Measured]] = {name: [] for name in texts}
     sizes = []
     for label, path in zip(labels(paths), paths, strict=True):
-        subject = Subject.load(config, path, label, device, say)
+        subject = Subject.load(config, path, label, device)
         sizes.append(published.size_of(subject.trained.model))
         samples = config.samples if alone else config.samples or 0
         for name, dataset in texts.items():
             on = dataclasses.replace(config, dataset=dataset, samples=samples)
-            text = Text.open(subject, on, say_once, f"suite.{name}" if name else "dataset")
-            measured[name] += measure(subject, text, on, _beginning(f"{label} on {name}: " if name else "", say))
+            with only_new(said):
+                text = Text.open(subject, on, f"suite.{name}" if name else "dataset")
+            measured[name] += measure(subject, text, on, f"{label} on {name}: " if name else "")
             samples = 0  # they have nothing to do with the text
     if alone:
         report = measured[""][0].report
         for line in _details(report):
-            say(line)
-        return _write(config, paths, report, say)
+            log.info(line)
+        return _write(config, paths, report)
     rows = [] if config.suite is None else published.rows(filter(None, sizes), texts)
-    compare(measured, rows, say)
+    compare(measured, rows)
     if rows:
-        say(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")
+        log.info(f"published rows: {published.SOURCE}; compare differences between rows rather than losses")
     reports = {
         name: [model.report for model in models if "checkpoint" in model.report]  # the folded lie in these
         for name, models in measured.items()
     }
     report = {"baseline": next(iter(reports.values()))[0]["label"]}
     if config.suite is None:
-        return _write(config, paths, report | {"checkpoints": reports[""]}, say)
+        return _write(config, paths, report | {"checkpoints": reports[""]})
     others = {"source": published.SOURCE, "rows": rows} if rows else None
-    return _write(config, paths, report | {"datasets": reports, "published": others}, say)
+    return _write(config, paths, report | {"datasets": reports, "published": others})
 
 
-def _beginning(start: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda line: say(start + line)
-
-
-def _checkpoints(config: EvaluateConfig, say: Callable[[str], None]) -> list[Path]:
+def _checkpoints(config: EvaluateConfig) -> list[Path]:
     """The baseline's and the others. Refuses what would only be found after a first one has been evaluated."""
     if config.out and (Path(config.out).is_dir() or not Path(config.out).parent.is_dir()):
         raise ConfigError(f"out={config.out}: name a file in a directory that is there")
@@ -95,10 +90,10 @@ def _checkpoints(config: EvaluateConfig, say: Callable[[str], None]) -> list[Pat
     if config.baseline is not None:
         try:
             foreign = is_hub_form(config.baseline)
-            given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline), say)))
+            given.insert(0, config.baseline if foreign else str(checkpoints.find(Path(config.baseline))))
         except ConfigError as error:
             raise ConfigError(f"baseline={config.baseline}: {error}") from None
-    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all(Path(item), say) for item in given)
+    found = ([Path(item)] if is_hub_form(item) else checkpoints.find_all(Path(item)) for item in given)
     paths = list(dict.fromkeys(itertools.chain.from_iterable(found)))
     for path in filter(lambda path: is_hub_form(str(path)), paths):
         if config.dataset is None and config.suite is None:
@@ -146,9 +141,7 @@ def _details(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"sample {number}: {' '.join(text.split())}"
 
 
-def _write(
-    config: EvaluateConfig, paths: Sequence[Path], report: Mapping[str, Any], say: Callable[[str], None]
-) -> dict[str, Any]:
+def _write(config: EvaluateConfig, paths: Sequence[Path], report: Mapping[str, Any]) -> dict[str, Any]:
     """Write the report as JSON, which has null for what is not finite, and return it so.
 
     It goes to the run's directory, or the one above several; a model of the hub has none, then to the current one.
@@ -166,9 +159,9 @@ def _write(
     try:
         if not config.out and path.exists() and path.read_text(encoding="utf-8") != text:
             names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-            say(f"the earlier {path.name} is now {path.rename(next(n for n in names if not n.exists())).name}")
+            log.info(f"the earlier {path.name} is now {path.rename(next(n for n in names if not n.exists())).name}")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"out={path} cannot be written: {error.strerror}") from None
-    say(f"written to {path}")
+    log.info(f"written to {path}")
     return plain

@@ -55,7 +55,7 @@ def student(mean: float, error: float, n: int) -> tuple[float, float]:
 
 
 def paired_percent(values: Mapping[Key, float], base: Mapping[Key, float]) -> dict[Key, float]:
-    """100 (a/b - 1) for every key (a seed, say) that has both, in the order of `values`."""
+    """100 (a/b - 1) for every key (a seed) that has both, in the order of `values`."""
     return {key: 100 * (value / base[key] - 1) for key, value in values.items() if key in base}
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from tapernorm.runtime.record import finite
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
 
+log = logging.getLogger(__name__)
+
 CERTIFICATE_TOKENS = 2048  # enough to meet large logits; three precisions, two models, logits in float64
 USUAL_SAMPLES = 3
 LONG = 5.0  # seconds after which an evaluation shows its progress
@@ -50,14 +53,12 @@ class Subject:
     folded: Decoder | None
 
     @classmethod
-    def load(
-        cls, config: EvaluateConfig, path: Path, label: str, device: torch.device, say: Callable[[str], None]
-    ) -> Subject:
+    def load(cls, config: EvaluateConfig, path: Path, label: str, device: torch.device) -> Subject:
         model, trained, tokenizer, meta = load(path, device)
         folded = fold_as_asked(config, path, model)  # refused before anything slow happens
         trained = dataclasses.replace(trained, cache_dir=config.cache_dir or trained.cache_dir)
         step = "not ours" if meta["step"] is None else f"step {meta['step']}"
-        say(f"checkpoint {path}: {step}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
+        log.info(f"checkpoint {path}: {step}, gate {meta['gate']:.4g}, norm {trained.norm.name}, device {device}")
         return cls(label, path, meta, model, trained, tokenizer, folded)
 
     @property
@@ -100,9 +101,9 @@ class Text:
     left_out: int
 
     @classmethod
-    def open(cls, subject: Subject, config: EvaluateConfig, say: Callable[[str], None], key: str = "dataset") -> Text:
-        """config.dataset, which stands at `key`, or the text of training; `say` gets what there is to say about it."""
-        file, n_ctx = _tokens(config, subject, say, key), subject.trained.model.n_ctx
+    def open(cls, subject: Subject, config: EvaluateConfig, key: str = "dataset") -> Text:
+        """config.dataset, which stands at `key`, or the text of training."""
+        file, n_ctx = _tokens(config, subject, key), subject.trained.model.n_ctx
         if config.tokens is not None and config.tokens < n_ctx:
             raise ConfigError(f"tokens={config.tokens} is less than one context, model.n_ctx={n_ctx}")
         usual = subject.trained.trainer.val_tokens if config.dataset is None else max(file.n_tokens, n_ctx)
@@ -113,20 +114,20 @@ class Text:
             left_out, windows = total - len(windows), windows[: len(inputs)]
             end = (int(windows[-1]) + 1) * n_ctx
             name = (config.dataset or subject.trained.dataset).name
-            say(f"dataset {name}: {left_out:,} of {total:,} windows of {n_ctx:,} tokens left out by the filter")
+            log.info(f"dataset {name}: {left_out:,} of {total:,} windows of {n_ctx:,} tokens left out by the filter")
         document = document_of(file.tokens[:end], subject.tokenizer.eot, n_ctx, windows)
         return cls(file, inputs, targets, document, total, left_out)
 
 
-def _tokens(config: EvaluateConfig, subject: Subject, say: Callable[[str], None], key: str) -> TokenFile:
+def _tokens(config: EvaluateConfig, subject: Subject, key: str) -> TokenFile:
     """The validation tokens: of the text that was trained on, which must be the same still, or of config.dataset."""
     trained, made_from = subject.trained, subject.meta["data"]
     if config.dataset is not None:
         trained = dataclasses.replace(trained, dataset=config.dataset)
-        text = prepare_valid(trained, subject.tokenizer, say, key=key)
-        say(f"evaluating on dataset {config.dataset.name} as given, not on the validation text of training")
+        text = prepare_valid(trained, subject.tokenizer, key=key)
+        log.info(f"evaluating on dataset {config.dataset.name} as given, not on the validation text of training")
         return text
-    data = reuse(trained, made_from, say) or prepare(trained, say)
+    data = reuse(trained, made_from) or prepare(trained)
     if data.key != made_from:
         raise ConfigError(
             f"checkpoint {subject.path}: the data set has changed since training ({made_from} -> {data.key}); name "
@@ -165,7 +166,7 @@ def _flat(losses: Tensor) -> np.ndarray:
     return losses.flatten().double().numpy()
 
 
-def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[[str], None] = print) -> list[Measured]:
+def measure(subject: Subject, text: Text, config: EvaluateConfig, start: str = "") -> list[Measured]:
     """The checkpoint's model and, if wanted, the folded one, whose report is also the first's `folded`."""
     losses = losses_of(subject.model, subject, text, config)
     report: dict[str, Any] = {
@@ -188,10 +189,11 @@ def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[
         },
         **losses.statistics(),
         "worst": losses.worst(config.worst),
-        "samples": _samples(config, subject, say),
+        "samples": _samples(config, subject, start),
         "folded": None,
     }
-    say(f"validation loss {_headline(report)}, over {report['tokens']:,} tokens of {report['documents']:,} documents")
+    over = f"over {report['tokens']:,} tokens of {report['documents']:,} documents"
+    log.info(f"{start}validation loss {_headline(report)}, {over}")
     if subject.folded is None:
         return [Measured(losses, report)]
     folded = subject.folded
@@ -199,10 +201,10 @@ def measure(subject: Subject, text: Text, config: EvaluateConfig, say: Callable[
     losses_folded = losses_of(folded, subject, text, config)
     statistics, proof = losses_folded.statistics(), certificate(subject.model, folded, text.inputs[:windows])
     difference = statistics["loss"] - report["loss"]
-    say(f"folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
+    log.info(f"{start}folded: validation loss {_headline(statistics)} (difference {difference:+.2g})")
     if config.save_folded:
         save_folded(Path(config.save_folded), folded, subject.trained, subject.tokenizer, subject.meta, proof)
-        say(f"folded checkpoint written to {config.save_folded}")
+        log.info(f"{start}folded checkpoint written to {config.save_folded}")
     report["folded"] = {
         "label": subject.label,
         "step": subject.meta["step"],
@@ -224,7 +226,7 @@ def _headline(statistics: Mapping[str, Any]) -> str:
     )
 
 
-def _samples(config: EvaluateConfig, subject: Subject, say: Callable[[str], None]) -> list[str]:
+def _samples(config: EvaluateConfig, subject: Subject, start: str) -> list[str]:
     count = USUAL_SAMPLES if config.samples is None else config.samples
     if not count:
         return []
@@ -236,7 +238,7 @@ def _samples(config: EvaluateConfig, subject: Subject, say: Callable[[str], None
             model, [prompt] * count, length, eot=tokenizer.eot, temperature=config.temperature, seed=config.seed
         )
     except NotFinite as error:  # the losses are still worth reporting
-        say(f"warning: no samples: {error}")
+        log.warning(f"{start}no samples: {error}")
         return []
     return [config.prompt + tokenizer.decode(row) for row in rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from tapernorm.analysis.format import interval, number, print_table
 from tapernorm.analysis.intervals import Estimate
 from tapernorm.analysis.losses import Losses, difference
 from tapernorm.training.checkpoint import run_directory
+
+log = logging.getLogger(__name__)
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "loss": lambda report: plus_minus(report["loss"], report["loss_se"]),
@@ -53,7 +56,6 @@ def labels(paths: Sequence[Path]) -> list[str]:
 def compare(
     texts: Mapping[str, Sequence[Measured]],
     published: Sequence[Mapping[str, Any]] = (),
-    say: Callable[[str], None] = print,
 ) -> None:
     """Add `versus_baseline` to every report but the first's, print the table and say what cannot be compared.
 
@@ -81,8 +83,8 @@ def compare(
         rows.append(row)
     print_table(columns, rows, n_left=2)
     for remark in remarks:
-        say(remark)
-    say(
+        log.info(remark)
+    log.info(
         "loss in nats/token ± standard error over documents"
         + ("; difference to the first row, paired by document, in nats/token unless another unit is named" * several)
         + "; T*: the temperature of all logits at which the loss is smallest"

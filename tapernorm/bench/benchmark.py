@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 import random
@@ -35,6 +36,8 @@ from tapernorm.model.hf import to_stock
 from tapernorm.runtime.device import keep_freed_memory, pick_device
 from tapernorm.runtime.progress import clock
 
+log = logging.getLogger(__name__)
+
 CEILING = "no_norms"
 EQUAL = ("baseline", "baseline_again")  # arms whose difference is what measuring makes of none
 MODES = ("eager", "cuda_graph", "compile")  # the slow ones last
@@ -60,7 +63,7 @@ class Case:
         return f"{self.mode}, {self.dtype}, batch {self.batch_size}"
 
 
-def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
+def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
     """Measure every case, print its table as soon as it is there, and write JSON and Markdown.
 
     Raises ConfigError, one line, before the first case: for a mode or device that is not there, for more tokens than
@@ -87,7 +90,7 @@ def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> di
         "peer": [],
         "left_out": [],
     }
-    say(
+    log.info(
         f"{report['hardware']}; torch {torch.__version__}, {torch.get_num_threads()} threads; "
         f"{report['parameters']:,} parameters; copying {bandwidth / 1e9:.1f} GB/s"
     )
@@ -98,23 +101,23 @@ def benchmark(config: BenchmarkConfig, say: Callable[[str], None] = print) -> di
             report["left_out"].append(f"{case}: minutes={config.minutes:g} were over")
             continue
         eta = f", ETA {clock(spent / (number - 1) * (len(cases) - number + 1))}" if number > 1 else ""
-        say(f"case {number} of {len(cases)}: {case}{eta}")
+        log.info(f"case {number} of {len(cases)}: {case}{eta}")
         try:
             rows = measure(config, arms, case, device, bandwidth)
         except Exception as error:  # such as a compiler that is missing: the other cases stand
             first_line = next(filter(str.strip, str(error).splitlines()), "")
             report["left_out"].append(f"{case}: {type(error).__name__}: {first_line}")
-            say(report["left_out"][-1])
+            log.info(report["left_out"][-1])
             continue
         report["cases"].append({**asdict(case), "rows": rows})
         for line in table(rows):
-            say(line)
+            log.info(line)
         if config.peer and case.mode == "eager" and config.arms[0] == "baseline":
             report["peer"].append({**asdict(case), **measure_peer(config, arms["baseline"], case, device)})
-            say(peer_line(report["peer"][-1]))
+            log.info(peer_line(report["peer"][-1]))
     write(report, out)
     for line in [VERDICTS, *report["left_out"], f"written to {out} and {out.with_suffix('.md')}"]:
-        say(line)
+        log.info(line)
     return report
 
 

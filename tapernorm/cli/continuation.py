@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.model.generate import generate
 from tapernorm.runtime.device import keep_freed_memory, pick_device
 from tapernorm.training import checkpoint as checkpoints
+
+log = logging.getLogger(__name__)
 
 
 class Transcript:
@@ -65,7 +68,7 @@ def continue_text(config: GenerateConfig, write: Callable[[str], object] | None 
     """
     device = pick_device(config.device, "device")
     keep_freed_memory()
-    path = checkpoints.find(Path(config.checkpoint), _remark)
+    path = checkpoints.find(Path(config.checkpoint))
     model, trained, tokenizer = checkpoints.load_model(path, device)
     if model.embed.num_embeddings != tokenizer.n_vocab:
         raise ConfigError(
@@ -74,7 +77,7 @@ def continue_text(config: GenerateConfig, write: Callable[[str], object] | None 
     prompt = [tokenizer.eot, *tokenizer.encode(config.prompt)]
     n_ctx = trained.model.n_ctx
     if len(prompt) + config.max_tokens > n_ctx:
-        _remark(f"beyond {n_ctx} tokens, of which the prompt has {len(prompt)}, the model reads only the newest ones")
+        log.info(f"beyond {n_ctx} tokens, of which the prompt has {len(prompt)}, the model reads only the newest ones")
     numbered = [
         f"--- {number} of {config.samples}\n" if config.samples > 1 else "" for number in range(1, config.samples + 1)
     ]
@@ -98,14 +101,10 @@ def continue_text(config: GenerateConfig, write: Callable[[str], object] | None 
                 transcript.hear(row, token)
     tokens = sum(map(len, rows))
     rate = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f}/s)"
-    _remark(f"{path.name}, norm {trained.norm.name}, {device}: {rate}")
+    log.info(f"{path.name}, norm {trained.norm.name}, {device}: {rate}")
     return [tokenizer.decode(ids) for ids in rows]
 
 
 def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # a terminal that lacks a character gets a question mark, not an error
     print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
-
-
-def _remark(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

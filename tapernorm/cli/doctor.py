@@ -87,6 +87,7 @@ def self_test(folder: Path) -> None:
     from tapernorm.config.resolve import build, resolve
     from tapernorm.model.fold import fold
     from tapernorm.runtime.device import pick_device
+    from tapernorm.runtime.log import quiet
     from tapernorm.training import checkpoint
     from tapernorm.training.loop import train
 
@@ -94,7 +95,8 @@ def self_test(folder: Path) -> None:
 
     def run(name: str, start: Path | None = None) -> tuple[Path, dict[str, Any]]:
         (folder / name).mkdir(parents=True, exist_ok=True)
-        summary = train(config, folder / name, start, say=lambda line: None)
+        with quiet():
+            summary = train(config, folder / name, start)
         return checkpoint.path_at(folder / name, config.trainer.max_steps), summary
 
     last, summary = run("whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import re
 import signal
 import sys
@@ -29,6 +30,8 @@ from tapernorm.runtime.signals import Stopped, stop_at_once
 
 if TYPE_CHECKING:
     from tapernorm.analysis.runs import Run
+
+log = logging.getLogger(__name__)
 
 LONGEST_NAME = 100
 FAILED = ".failed"  # in a sweep's directory: a job has failed, and with sweep.fail_fast no other one starts
@@ -101,9 +104,9 @@ def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
     name = job_name(overrides, composed["sweep"]["swept"])
     directory, fail_fast = sweep / name, composed["sweep"].get("fail_fast")
     if fail_fast and (sweep / FAILED).exists():
-        say(f"[job {number}] {name}: not started, as another job has failed")
+        log.info(f"[job {number}] {name}: not started, as another job has failed")
         return {}
-    say(f"[job {number}] {name}{_outlook(number)}")
+    log.info(f"[job {number}] {name}{_outlook(number)}")
     if isinstance(composed.get("tracking"), dict) and composed["tracking"].get("group") is None:
         composed["tracking"]["group"] = composed["sweep"]["name"]
     composed = {**composed, "run_dir": None, "resume": None}
@@ -111,7 +114,7 @@ def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
         with _labelled(number) if started is None else nullcontext():
             job = _start(composed, directory)
         if isinstance(job, Saved):
-            say(f"[job {number}] {job.status} before; skipped")
+            log.info(f"[job {number}] {job.status} before; skipped")
             return job.summary or {}
         began = time.monotonic()
         with _labelled(number) if started is None else nullcontext():
@@ -119,7 +122,7 @@ def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
         if started is not None:
             started.took.append(time.monotonic() - began)
     except InUse as error:
-        say(f"[job {number}] {error}; skipped")
+        log.info(f"[job {number}] {error}; skipped")
         return {}
     except Stopped as stop:
         _hand_over(stop.signal)
@@ -132,7 +135,7 @@ def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
         if saved(directory) is None:  # results that are there stay
             write_summary(directory, summary)
     if summary["status"] != "finished":
-        say(f"[job {number}] {summary['status']}: {summary['error']}")
+        log.info(f"[job {number}] {summary['status']}: {summary['error']}")
     if fail_fast and is_failure(summary["status"], composed["norm"].get("kind")):
         with suppress(OSError):
             (sweep / FAILED).touch()
@@ -205,11 +208,6 @@ def _labelled(number: int) -> Iterator[None]:
         yield
 
 
-def say(text: str) -> None:
-    with suppress(OSError):  # stdout was closed, e.g. by head; the sweep goes on
-        print(text, flush=True)
-
-
 # --------------------------------------------------------------------------------------------------------------- table
 # T*: at the best temperature; drift: ln of the final residual scale over the one at k_warmup; mismatch: the worst
 # |ln(c r)| of all sites, at the first step with gate 0 and at the end
@@ -242,9 +240,9 @@ def report() -> bool:
         print_table(list(COLUMNS), texts, n_left=4)
     for row in incomplete:
         if row not in stopped:
-            say(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
+            log.info(f"{row['status']}: {row['job']}: {row['error']} ({sweep.directory / row['job'] / 'run.log'})")
     if stopped:
-        say(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
+        log.info(f"{len(stopped)} of {len(rows)} jobs are not done; the same command goes on with them")
     if sweep.report and len(stopped) < len(rows):
         write_report(sweep.directory)
     return bool(incomplete)
@@ -255,9 +253,9 @@ def write_report(directory: Path) -> None:
     try:
         from tapernorm.analysis import report  # here, as only this needs it
 
-        say(f"report: {report.write_report([directory], directory)}")
+        log.info(f"report: {report.write_report([directory], directory)}")
     except Exception as error:
-        say(f"warning: no report ({type(error).__name__}: {' '.join(str(error).split())})")
+        log.warning(f"no report ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 def rows_of(sweep: Sweep) -> list[Tree]:

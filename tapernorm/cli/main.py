@@ -29,6 +29,7 @@ from tapernorm.config.paths import DATASET, absolute_paths
 from tapernorm.config.programs import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
 from tapernorm.config.schema import ConfigError, leaves, validate
 from tapernorm.runtime import dist
+from tapernorm.runtime.log import to_console
 from tapernorm.runtime.signals import stopped_by_signals
 
 Schema = TypeVar("Schema")
@@ -45,6 +46,7 @@ def launch(main: Callable[[], Any], *, description: str | None, schema: type = C
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(description or "", schema))
         return
+    to_console("stderr" if schema is GenerateConfig else "stdout")
     register()
     multirun = {"--multirun", "-m"}
     if multirun & set(sys.argv[1:]):  # first: Hydra's parser does not take it between overrides
@@ -101,6 +103,7 @@ def _let_go_of_closed_streams() -> None:
 
 def train(tree: DictConfig) -> float | None:
     """The task of train.py: one run, or one job of a sweep. Returns the final validation loss."""
+    to_console()  # of a worker
     settings = HydraConfig.get()
     overrides = sweep.as_typed(settings.overrides.task)
     with errors.in_one_line():

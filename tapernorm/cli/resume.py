@@ -178,7 +178,7 @@ def go_on(
     if checkpoint is None:
         from tapernorm.training.checkpoint import latest
 
-        checkpoint = latest(saved.directory, print)
+        checkpoint = latest(saved.directory)
     notes = [
         f"going on from {checkpoint}" if checkpoint else "no checkpoint yet: starting again from step 0",
         *(f"{key}: {show(old)} -> {show(new)}" for key, old, new in changed),

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Sequence
@@ -22,10 +23,12 @@ from tapernorm.cli.errors import in_words, stop
 from tapernorm.cli.resume import Start, find_start, unclaim
 from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.runtime import dist
-from tapernorm.runtime.log import InUse, Say, append_log, open_log
+from tapernorm.runtime.log import InUse, append_log, open_log, quiet
 from tapernorm.runtime.record import Tree, load_summary, write_summary
 from tapernorm.runtime.saved import Saved
 from tapernorm.runtime.signals import Stopped
+
+log = logging.getLogger(__name__)
 
 MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to report, not a failure of the run
 BEFORE = "summary.json.before"  # the results of a run that is being made longer, until there are new ones
@@ -48,13 +51,13 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     except KeyboardInterrupt:
         print(f"interrupted; to go on: python train.py resume={start.directory}", flush=True)
         raise
-    log = start.directory / "run.log"
+    file = start.directory / "run.log"
     if summary["status"] == "failed":
-        where = f" (traceback in {log})" if log.exists() else ""
+        where = f" (traceback in {file})" if file.exists() else ""
         stop(f"{summary['error']}{where}", status=1)
     if summary["status"] == "diverged":
         if start.config.norm.kind not in MAY_DIVERGE:
-            stop(f"{summary['error']} (log in {log})", status=1)
+            stop(f"{summary['error']} (log in {file})", status=1)
         print(f"diverged, which is this norm's result: {summary['error']}", flush=True)
     return summary
 
@@ -66,7 +69,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
     be prepared) and interruptions are raised again.
     """
     directory, began = start.directory, time.monotonic()
-    with open_log(directory) as say:
+    with open_log(directory):
         before = load_summary(directory)
         try:
             write_yaml(directory / ".hydra" / "config.yaml", {**start.composed, "run_dir": None, "resume": None})
@@ -76,10 +79,10 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
         except OSError as error:
             raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
         for note in start.notes:
-            say(note)
+            log.info(note)
         outcome: Tree = {"status": "interrupted"}
         try:
-            outcome = _outcome(start, say)
+            outcome = _outcome(start)
             if outcome["status"] == "interrupted":
                 raise Stopped(outcome.pop("signal"))
         except ConfigError as error:
@@ -99,15 +102,16 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
                 with suppress(OSError):
                     (directory / BEFORE).unlink(missing_ok=True)
         if start.config.report and outcome["status"] == "failed":
-            write_page(directory, kept, say)
+            write_page(directory, kept)
     return summary
 
 
 def follow(start: Start) -> Tree:
     """What `execute` is in the other processes of a run: the same steps, without a word and without a file."""
-    quiet = replace(start.config, trainer=replace(start.config.trainer, progress="none"))
+    config = replace(start.config, trainer=replace(start.config.trainer, progress="none"))
     try:
-        outcome = _outcome(replace(start, config=quiet), say=lambda text: None)
+        with quiet():
+            outcome = _outcome(replace(start, config=config))
     except ConfigError:
         raise
     except Exception as error:
@@ -117,7 +121,7 @@ def follow(start: Start) -> Tree:
     return outcome
 
 
-def _outcome(start: Start, say: Say) -> Tree:
+def _outcome(start: Start) -> Tree:
     """Train; status, error and results."""
     from tapernorm.training import loop  # here, so that errors of the configuration are told before torch is imported
 
@@ -125,12 +129,12 @@ def _outcome(start: Start, say: Say) -> Tree:
 
     def at_end(outcome: Tree) -> Tree:
         summary = summarize(to_dict(start.config), outcome, time.monotonic() - began)
-        return write_page(directory, summary, say) if start.config.report and dist.leads() else {}
+        return write_page(directory, summary) if start.config.report and dist.leads() else {}
 
     try:
-        result = loop.train(start.config, directory, checkpoint=start.checkpoint, say=say, at_end=at_end)
+        result = loop.train(start.config, directory, checkpoint=start.checkpoint, at_end=at_end)
     except loop.Interrupted as stopped:
-        say(str(stopped))
+        log.info(str(stopped))
         return {**stopped.summary, "status": "interrupted", "signal": stopped.signal}
     except loop.Divergence as error:
         if dist.leads():
@@ -147,7 +151,7 @@ def _log_error(directory: Path, error: Exception) -> str:
     return text
 
 
-def write_page(directory: Path, summary: Tree, say: Say) -> Tree:
+def write_page(directory: Path, summary: Tree) -> Tree:
     """report.html of the run; returns its verdict, for the summary.
 
     Whatever goes wrong with it is said in one line: a result never depends on it.
@@ -158,7 +162,7 @@ def write_page(directory: Path, summary: Tree, say: Say) -> Tree:
         report.write_page(directory, summary)
         return {"verdict": report.verdict(directory, summary)}
     except Exception as error:
-        say(f"warning: no report.html ({in_words(error)})")
+        log.warning(f"no report.html ({in_words(error)})")
         return {}
 
 

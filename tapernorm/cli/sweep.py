@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from tapernorm.cli import jobs
 from tapernorm.cli.composition import plain
 from tapernorm.cli.errors import COMPOSITION_ERRORS, explain, stop
-from tapernorm.cli.jobs import FAILED, Sweep, identity, job_name, key_of, saved, say, sweep_name
+from tapernorm.cli.jobs import FAILED, Sweep, identity, job_name, key_of, saved, sweep_name
 from tapernorm.cli.resume import changes, check_keys, safe_name
 from tapernorm.config.paths import absolute_paths
 from tapernorm.config.resolve import build, resolve
@@ -32,6 +33,8 @@ from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.log import in_use
 from tapernorm.runtime.record import Tree, load_summary
 from tapernorm.runtime.saved import DONE
+
+log = logging.getLogger(__name__)
 
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
@@ -95,7 +98,7 @@ def start(config: DictConfig) -> Sweep:
         raise SystemExit(2 if list_jobs(config, arguments, directory) else 0)
     names = check(config, arguments, directory) if basic else []
     (directory / FAILED).unlink(missing_ok=True)
-    say(f"sweep {name}: {len(names) or 'some'} jobs in {directory}")
+    log.info(f"sweep {name}: {len(names) or 'some'} jobs in {directory}")
     return Sweep(directory, names, bool(config.report))
 
 
@@ -115,10 +118,10 @@ def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> 
         (name, f"refused: {explain(found)}" if isinstance(found, Exception) else state(directory / name, found))
         for _, name, found in _composed(config, arguments, directory)
     ]
-    say(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
+    log.info(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
     width = max(len(name) for name, _ in rows)
     for number, (name, text) in enumerate(rows):
-        say(f"[job {number}] {name:<{width}}  {text}")
+        log.info(f"[job {number}] {name:<{width}}  {text}")
     return any(text.startswith("refused: ") for _, text in rows)
 
 
@@ -145,7 +148,7 @@ def _last_saved(directory: Path) -> int:
         return 0
     from tapernorm.training.checkpoint import latest, step_of  # torch: only where there is something to go on from
 
-    checkpoint = latest(directory, say)
+    checkpoint = latest(directory)
     return step_of(checkpoint) if checkpoint else 0
 
 

@@ -7,6 +7,7 @@ import errno
 import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError
+
+log = logging.getLogger(__name__)
 
 REPORT = "report.json"
 Found = TypeVar("Found")  # what is read from an entry
@@ -37,28 +40,27 @@ def find_or_make(
     dataset: str,
     fill: Callable[[Path], dict[str, Any]],
     read: Callable[[Path], Found],
-    say: Callable[[str], None],
 ) -> tuple[Found, bool]:
-    """(What `read` finds in an entry of a data set, whether `fill` made it now); `say` gets a line on which.
+    """(What `read` finds in an entry of a data set, whether `fill` made it now); a line says which.
 
     fill: writes all files but the report, which it returns, into a directory.
     """
     with contextlib.ExitStack() as stack:
         found, how = find(entry, read)[0], ""
         if found is None:
-            stack.enter_context(_lock(entry, dataset, say))
+            stack.enter_context(_lock(entry, dataset))
             (found, fault), how = find(entry, read), ", just made by another process"
         if found is not None:
-            say(f"dataset {dataset}: reused {found} ({entry}{how})")
+            log.info(f"dataset {dataset}: reused {found} ({entry}{how})")
             return found, False
         if fault:
-            say(f"dataset {dataset}: {entry} is damaged ({fault}); preparing it again")
+            log.info(f"dataset {dataset}: {entry} is damaged ({fault}); preparing it again")
         started = time.monotonic()
         _make(entry, fill)
         found, fault = find(entry, read)
         if found is None:
             raise ConfigError(f"cache_dir={entry.parent} does not keep what is written to it: {fault}")
-        say(f"dataset {dataset}: prepared {found} in {time.monotonic() - started:.1f} s ({entry})")
+        log.info(f"dataset {dataset}: prepared {found} in {time.monotonic() - started:.1f} s ({entry})")
         return found, True
 
 
@@ -74,7 +76,7 @@ def find(entry: Path, read: Callable[[Path], Found]) -> tuple[Found | None, str]
         return None, str(error)
 
 
-def _lock(entry: Path, dataset: str, say: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+def _lock(entry: Path, dataset: str) -> contextlib.AbstractContextManager[Any]:
     """The entry's lock, held until it is left."""
     from filelock import FileLock, Timeout
 
@@ -84,7 +86,7 @@ def _lock(entry: Path, dataset: str, say: Callable[[str], None]) -> contextlib.A
         try:
             return lock.acquire(timeout=0.5)
         except Timeout:
-            say(f"dataset {dataset}: waiting for another process that prepares {entry}")
+            log.info(f"dataset {dataset}: waiting for another process that prepares {entry}")
             return lock.acquire()
     except OSError as error:
         raise _unwritable(entry, error) from None

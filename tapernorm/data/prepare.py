@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from tapernorm.data.batches import TokenFile, n_windows, token_dtype
 from tapernorm.data.files import hash_files
 from tapernorm.data.sources import COUNTS, Source, empty_report, open_source
 from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
+
+log = logging.getLogger(__name__)
 
 IDS = "ids.npy"
 FORMAT = 1  # of the files in a cache entry and of the cleaning; a change makes every entry be prepared anew
@@ -84,28 +87,26 @@ class OccurringIds:
         return cls(entry, np.load(entry / IDS, allow_pickle=False), cache.read_report(entry)["train"])
 
 
-def prepare(config: Config, say: Callable[[str], None] = print) -> Prepared:
-    """The data set and tokenizer of `config`, from the cache or made now; `say` gets one line on which, with counts.
+def prepare(config: Config) -> Prepared:
+    """The data set and tokenizer of `config`, from the cache or made now; one line says which, with counts.
 
     Raises ConfigError for missing or unreadable data.
     """
-    dataset, preparation = config.dataset, _Preparation(config, say)
+    dataset, preparation = config.dataset, _Preparation(config)
     if not isinstance(dataset, FilteredDatasetConfig):
         return preparation.both_splits(dataset, "dataset")
     prepared = preparation.both_splits(dataset.source, "dataset.source")
     ids = preparation.occurring_ids(dataset.reference, "dataset.reference", prepared.tokenizer)
-    return _filter(config, dataset, prepared, ids, say)
+    return _filter(config, dataset, prepared, ids)
 
 
-def prepare_valid(
-    config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = print, key: str = "dataset"
-) -> TokenFile:
+def prepare_valid(config: Config, tokenizer: Tokenizer, key: str = "dataset") -> TokenFile:
     """The validation documents of config.dataset, encoded with a tokenizer that is there, from the cache or now.
 
     The training documents are not read, so none is dropped for being among them; but those of a filter's reference are.
     key: where the data set's configuration stands, for messages. Raises ConfigError as `prepare` does.
     """
-    dataset, preparation = config.dataset, _Preparation(config, say)
+    dataset, preparation = config.dataset, _Preparation(config)
     if not isinstance(dataset, FilteredDatasetConfig):
         return preparation.valid_split(dataset, key, tokenizer)
     valid = preparation.valid_split(dataset.source, f"{key}.source", tokenizer)
@@ -113,7 +114,7 @@ def prepare_valid(
     return dataclasses.replace(valid, allowed=ids.allowed)
 
 
-def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepared | None:
+def reuse(config: Config, key: str) -> Prepared | None:
     """The cache's entry of this key, even if the files that it was made from are gone; None if there is none."""
     dataset, root = config.dataset, cache.root(config)
     plain = dataset.source if isinstance(dataset, FilteredDatasetConfig) else dataset
@@ -121,15 +122,13 @@ def reuse(config: Config, key: str, say: Callable[[str], None] = print) -> Prepa
     prepared, _ = cache.find(root / f"{plain.name}-{own}", Prepared.read)
     if prepared is not None and isinstance(dataset, FilteredDatasetConfig):
         ids, _ = cache.find(root / f"{dataset.reference.name}-ids-{of_ids}", OccurringIds.read)
-        prepared = _filter(config, dataset, prepared, ids, lambda line: None) if ids else None
+        prepared = _filter(config, dataset, prepared, ids) if ids else None
     if prepared is not None:
-        say(f"dataset {dataset.name}: reused {prepared} ({prepared.entry})")
+        log.info(f"dataset {dataset.name}: reused {prepared} ({prepared.entry})")
     return prepared
 
 
-def _filter(
-    config: Config, dataset: FilteredDatasetConfig, prepared: Prepared, ids: OccurringIds, say: Callable[[str], None]
-) -> Prepared:
+def _filter(config: Config, dataset: FilteredDatasetConfig, prepared: Prepared, ids: OccurringIds) -> Prepared:
     """The data set with the allowed ids, and what that leaves out of windows of model.n_ctx tokens in its report."""
     n_ctx, reference = config.model.n_ctx, dataset.reference.name
     splits = {split: dataclasses.replace(getattr(prepared, split), allowed=ids.allowed) for split in ("train", "valid")}
@@ -138,7 +137,7 @@ def _filter(
         total = n_windows(file.n_tokens, n_ctx)
         counts[split] = {"windows": total, "left_out": total - len(file.windows(n_ctx))}
     said = [f"{count['left_out']:,} of {count['windows']:,} {split}" for split, count in counts.items()]
-    say(
+    log.info(
         f"dataset {dataset.name}: {' and '.join(said)} windows of {n_ctx:,} tokens left out for ids that do not occur "
         f"in {reference}"
     )
@@ -159,8 +158,8 @@ def _filter(
 class _Preparation:
     """Entries of the cache, from there or made now."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.config, self.say, self.root = config, say, cache.root(config)
+    def __init__(self, config: Config) -> None:
+        self.config, self.root = config, cache.root(config)
         self.threads = min(8, os.cpu_count() or 1)  # of the encoder; the result does not depend on it
         wanted = config.trainer.progress
         self.progress = ("bar" if sys.stderr.isatty() else "lines") if wanted == "auto" else wanted
@@ -186,13 +185,13 @@ class _Preparation:
             return {"train": train, "valid": valid, "tokenizer": described, "source": source.where}
 
         entry = self.root / f"{dataset.name}-{_training_key(source, wanted)}"
-        prepared, made = cache.find_or_make(entry, dataset.name, fill, Prepared.read, self.say)
+        prepared, made = cache.find_or_make(entry, dataset.name, fill, Prepared.read)
         if made:
             self._say_findings(prepared.report)
             trained = wanted.kind == "bpe" and wanted.ranks is None
             if trained and prepared.tokenizer.n_vocab != wanted.vocab_size:
                 asked = f"tokenizer.vocab_size={wanted.vocab_size:,}"
-                self.say(f"  the text is too small for {asked}: {prepared.tokenizer.n_vocab:,} ids")
+                log.info(f"  the text is too small for {asked}: {prepared.tokenizer.n_vocab:,} ids")
         return prepared
 
     def valid_split(self, dataset: PlainDatasetConfig, key: str, tokenizer: Tokenizer) -> TokenFile:
@@ -210,7 +209,7 @@ class _Preparation:
             return TokenFile.open(entry / "valid.bin")
 
         entry = self.root / f"{dataset.name}-valid-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
-        valid, made = cache.find_or_make(entry, dataset.name, fill, read, self.say)
+        valid, made = cache.find_or_make(entry, dataset.name, fill, read)
         if made:
             self._say_findings({"valid": report})
         return valid
@@ -241,7 +240,7 @@ class _Preparation:
             return {"train": report, "ids": int(allowed.sum()), "source": source.where}
 
         entry = self.root / f"{reference.name}-ids-{_entry_hash(source, fingerprint=tokenizer.fingerprint)}"
-        return cache.find_or_make(entry, reference.name, fill, OccurringIds.read, self.say)[0]
+        return cache.find_or_make(entry, reference.name, fill, OccurringIds.read)[0]
 
     def _write_split(
         self, split: str, documents: Iterable[str], tokenizer: Tokenizer, report: dict[str, Any], work: Path
@@ -284,7 +283,7 @@ class _Preparation:
                 bar.update(len(batch))
                 if self.progress == "lines" and time.monotonic() - said >= PROGRESS_SECONDS:
                     said = time.monotonic()
-                    self.say(f"  {split}: {report['documents']:,} documents, {report['tokens']:,} tokens so far")
+                    log.info(f"  {split}: {report['documents']:,} documents, {report['tokens']:,} tokens so far")
 
     def _say_findings(self, report: dict[str, Any]) -> None:
         """What the cleaning changed; nothing when all is well."""
@@ -294,7 +293,7 @@ class _Preparation:
             if counts["bad_bytes"]:
                 found.append("the first byte that is not UTF-8: {file} line {line}".format(**counts["bad_bytes"][0]))
             if found:
-                self.say(f"  {split}: {', '.join(found)}")
+                log.info(f"  {split}: {', '.join(found)}")
 
 
 def _tokenizer_config(config: Config, dataset: DatasetConfig) -> TokenizerConfig:

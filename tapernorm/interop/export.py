@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,15 @@ from tapernorm.model.hf import HUGE_EPSILON, family_of, open_pretrained, save_st
 from tapernorm.runtime.record import METRICS_FILE, finite, read_metrics
 from tapernorm.training import checkpoint
 
+log = logging.getLogger(__name__)
+
 TEMPLATES = Path(__file__).with_name("exported")
 # Keys of ModelConfig that config.json has too.
 MODEL_KEYS = ("vocab_size", "n_ctx", "n_layer", "d_model", "d_ff", "positions", "rope_theta", "mlp", "dropout", "tied")
 Report = dict[str, Any]
 
 
-def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
+def export(config: ExportConfig) -> Path:
     """Write config.checkpoint as the directory config.out, which is there afterwards as a whole or not at all.
 
     Raises ConfigError, one line: the directory exists, a gate is open, the format does not fit the model.
@@ -56,14 +58,14 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
     out = Path(config.out)
     if out.exists():
         raise ConfigError(f"out={out} exists already; name a new directory")
-    path = checkpoint.find(Path(config.checkpoint), say)
+    path = checkpoint.find(Path(config.checkpoint))
     model, trained, tokenizer = checkpoint.load_model(path)
     model.eval()
     kind, dtype = _format(config, model), getattr(torch, config.dtype)
     exported: Any
     try:
         refuse_open_gates(model)
-        text, where = _tokens(config, trained, checkpoint.read_meta(path)["data"], say)
+        text, where = _tokens(config, trained, checkpoint.read_meta(path)["data"])
         if kind == "tapernorm":
             exported, proof = _norm_free(config, path, model, text)
         else:
@@ -82,8 +84,8 @@ def export(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
         card = _card(kind, config.dtype, path, model, trained, proof, note)
         (folder / "README.md").write_text(card, encoding="utf-8")
     for line in _certified(proof):
-        say(line)
-    say(f"written to {out}, format {kind}")
+        log.info(line)
+    log.info(f"written to {out}, format {kind}")
     return out
 
 
@@ -104,11 +106,11 @@ def _format(config: ExportConfig, model: Decoder) -> str:
     return form
 
 
-def _tokens(config: ExportConfig, trained: Config, key: str, say: Callable[[str], None]) -> tuple[Tensor, str]:
+def _tokens(config: ExportConfig, trained: Config, key: str) -> tuple[Tensor, str]:
     """Windows (N, T) to certify on, and what they are: validation text if it is still in the cache, else random ids."""
     n_ctx = trained.model.n_ctx
     n_tokens = max(config.tokens, n_ctx)
-    data = reuse(trained, key, say)
+    data = reuse(trained, key)
     if data is not None:
         windows = data.valid.windows(n_ctx)
         return validation_windows(data.valid.tokens, n_ctx, n_tokens, windows)[0], "validation tokens"

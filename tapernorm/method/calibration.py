@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from tapernorm.config.options import CalibrationConfig
 from tapernorm.method.norms import FakeNorm, GatedNorm, TaperNorm, widened
 from tapernorm.runtime import dist
+
+log = logging.getLogger(__name__)
 
 PLAUSIBLE_C = (0.02, 50.0)
 SHORT_WINDOW = 30
@@ -142,7 +145,7 @@ class Calibration:
             going += parts
         return going
 
-    def finish(self, say: Callable[[str], None]) -> dict[str, float]:
+    def finish(self) -> dict[str, float]:
         """Set c and gamma_t := gamma in every TaperNorm; returns c by site and says what is doubtful."""
         chosen = {}
         for site, norm in self.tapers.items():
@@ -151,10 +154,10 @@ class Calibration:
             chosen[site] = c if self.tracks or site not in self.averages else c * self.kappa
             norm.calibrate(chosen[site])
         if odd := implausible(chosen):
-            say(f"warning: {odd}; a longer gate.k_warmup may help")
+            log.warning(f"{odd}; a longer gate.k_warmup may help")
         if self.kind == "ema" and chosen and self.window < SHORT_WINDOW:
             few = f"a window of {self.window} steps, fewer than {SHORT_WINDOW}"
-            say(f"warning: c rests on {few}; raise gate.k_warmup or calibration.window")
+            log.warning(f"c rests on {few}; raise gate.k_warmup or calibration.window")
         return chosen
 
     def rescaled(self, kappa: float) -> None:

@@ -1,16 +1,19 @@
-"""run.log, what a run says; and run.lock beside it, which keeps a second process out of a run's directory."""
+"""What the package says, by the standard `logging`; run.log; run.lock, which keeps a second process out of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from tapernorm.config.schema import ConfigError
 
-Say = Callable[[str], None]
+LOGGER = logging.getLogger("tapernorm")
 LOCK_FILE = "run.lock"
 
 
@@ -18,31 +21,97 @@ class InUse(ConfigError):
     """Another process works in this run's directory."""
 
 
+class Lines(logging.Formatter):
+    """A message as it is, a warning with the word before it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ("warning: " if record.levelno >= logging.WARNING else "") + super().format(record)
+
+
+class Console(logging.Handler):
+    """Prints on a standard stream, looked up each time: it may be redirected. A progress bar goes out of the way."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__()
+        self.stream = stream
+        self.setFormatter(Lines())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = getattr(sys, self.stream)
+        with suppress(OSError), tqdm.external_write_mode(file=stream):  # it was closed, e.g. by head
+            print(self.format(record), file=stream, flush=True)
+
+
+def to_console(stream: str = "stdout") -> None:
+    """Print what the package says, unless the program that uses it has its own ways with "tapernorm"'s logger."""
+    if not LOGGER.handlers:
+        LOGGER.addHandler(Console(stream))
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False  # the root logger's handlers would print it once more
+
+
 @contextmanager
-def open_log(directory: Path) -> Iterator[Say]:
-    """Yield `say`, which prints a line and appends it to run.log, with the directory locked inside."""
+def quiet() -> Iterator[None]:
+    """Say nothing inside."""
+    before = LOGGER.level
+    LOGGER.setLevel(logging.CRITICAL + 1)
     try:
-        file = (directory / "run.log").open("a", encoding="utf-8")
+        yield
+    finally:
+        LOGGER.setLevel(before)
+
+
+@contextmanager
+def only_new(said: set[str]) -> Iterator[None]:
+    """Say each line once, over all calls with the same `said`."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        if "is_new" not in record.__dict__:  # several handlers ask
+            record.is_new = record.getMessage() not in said
+            said.add(record.getMessage())
+        return bool(record.__dict__["is_new"])
+
+    handlers = list(LOGGER.handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
+
+
+class RunLog(logging.FileHandler):
+    """run.log, which is no part of the results: that it cannot be written is said once, on the console."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(Lines())
+        self.lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.lost:
+            self.lost = True
+            LOGGER.warning(f"{self.baseFilename} cannot be written: {error.strerror}; the run goes on")
+
+
+@contextmanager
+def open_log(directory: Path) -> Iterator[None]:
+    """What is said inside is printed and goes to run.log, too; the directory is locked meanwhile."""
+    to_console()
+    try:
+        file = RunLog(directory / "run.log")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
-    lost = False
-
-    def say(text: str) -> None:
-        nonlocal lost
-        try:
-            file.write(text + "\n")
-            file.flush()
-        except OSError as error:  # the log is no part of the results
-            if not lost:
-                lost = True
-                say(f"warning: {directory / 'run.log'} cannot be written: {error.strerror}; the run goes on")
-        with suppress(OSError):  # stdout was closed, e.g. by head
-            print(text, flush=True)
-
     try:
         with _locked(directory, seconds=0.2):  # `in_use` holds the lock for a moment, too
-            yield say
+            LOGGER.addHandler(file)
+            yield
     finally:
+        LOGGER.removeHandler(file)
         with suppress(OSError):  # what a full disk did not take
             file.close()
 

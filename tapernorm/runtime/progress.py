@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
@@ -71,11 +70,6 @@ class Progress:
         if step >= self.total or now - self._printed >= self.LINE_SECONDS:
             self._printed = now
             self._flush_line()
-
-    def say(self, line: str, printer: Callable[[str], None] = print) -> None:
-        """Hand a line to what prints it, with the bar out of its way."""
-        with tqdm.external_write_mode(file=sys.stdout) if self._bar is not None else nullcontext():
-            printer(line)
 
     def close(self) -> None:
         """Print the last line, or leave the bar as it is."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +38,8 @@ from tapernorm.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from tapernorm.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 # What readers of meta.json rely on; the rest of it is for people.
@@ -201,17 +204,17 @@ def fault(path: Path) -> str | None:
     return None
 
 
-def latest(run_dir: Path, say: Callable[[str], None] = print) -> Path | None:
+def latest(run_dir: Path) -> Path | None:
     """The newest valid checkpoint of a run; damaged ones are named and passed over (see `clear_after`)."""
     for path in reversed(list_checkpoints(run_dir)):
         problem = fault(path)
         if problem is None:
             return path
-        say(f"warning: checkpoint {path}: {problem}; using the one before")
+        log.warning(f"checkpoint {path}: {problem}; using the one before")
     return None
 
 
-def find(path: Path, say: Callable[[str], None] = print) -> Path:
+def find(path: Path) -> Path:
     """The checkpoint meant by a run or checkpoint directory. Raises ConfigError, one line, if there is none."""
     if not path.is_dir():
         a_file = "a file, not a directory; name the run or checkpoint that it lies in"
@@ -220,12 +223,12 @@ def find(path: Path, say: Callable[[str], None] = print) -> Path:
         if problem := fault(path):
             raise ConfigError(f"checkpoint {path}: {problem}; choose another one in {path.parent}")
         return path
-    if found := latest(path, say):
+    if found := latest(path):
         return found
     raise ConfigError(f"checkpoint {path}: neither a checkpoint nor a run with a valid one in checkpoints/")
 
 
-def find_all(path: Path, say: Callable[[str], None] = print) -> list[Path]:
+def find_all(path: Path) -> list[Path]:
     """The checkpoints meant by a directory of a run, of a checkpoint or of many of them, or by a pattern; each once.
 
     A sweep's directory, like any that is neither run nor checkpoint but holds such, means all it holds, in the order
@@ -234,13 +237,13 @@ def find_all(path: Path, say: Callable[[str], None] = print) -> list[Path]:
     """
     members = _members(path)
     if members is None:
-        return [find(path, say)]
+        return [find(path)]
     usable: dict[Path, None] = {}
     for member in members:
         try:
-            usable[find(member, say)] = None
+            usable[find(member)] = None
         except ConfigError as problem:
-            say(f"left out: {problem}")
+            log.info(f"left out: {problem}")
     if not usable:
         raise ConfigError(f"checkpoint {path}: no run or checkpoint that can be evaluated")
     return list(usable)

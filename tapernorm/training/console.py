@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -21,38 +22,40 @@ from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.dynamics import worst_mismatch
 from tapernorm.training.state import TrainingRun
 
+log = logging.getLogger(__name__)
+
 
 def introduce(run: TrainingRun) -> None:
     """State what is about to happen, with an estimate of its duration from one trial step."""
-    config, trainer, schedule, say = run.config, run.config.trainer, run.schedule, run.say
+    config, trainer, schedule = run.config, run.config.trainer, run.schedule
     gated = len(run.model.gated_norms())
     together = f"{dist.size()} processes, each with " if dist.size() > 1 else ""
     kind = str(run.dtype).removeprefix("torch.") + (", compiled" if trainer.compile else "")
-    say(f"{together}device {run.device}, {kind}, {torch.get_num_threads()} threads")
-    say(
+    log.info(f"{together}device {run.device}, {kind}, {torch.get_num_threads()} threads")
+    log.info(
         f"model {config.model.name}: {run.model.n_parameters():,} parameters, "
         f"vocabulary {config.model.vocab_size:,}, norm {config.norm.name} "
         f"({gated} of {2 * config.model.n_layer + 1} norms tapered), anchor {config.anchor.kind}, seed {config.seed}"
     )
     tokens = trainer.max_steps * run.tokens_per_step
     epochs = tokens / run.batches.tokens_per_epoch
-    say(f"tokens: {trainer.max_steps:,} steps of {run.tokens_per_step:,} = {tokens:,}, {epochs:.2f} epochs")
+    log.info(f"tokens: {trainer.max_steps:,} steps of {run.tokens_per_step:,} = {tokens:,}, {epochs:.2f} epochs")
     if schedule.first_tapered_step is not None:
         taper = f"gate {schedule.shape} to 0 at step k_taper = {schedule.first_tapered_step}"
-        say(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
+        log.info(f"schedule: normalized to step k_warmup = {schedule.k_warmup}, {taper}")
     else:
         taper = "constant gate" if gated else "no tapered layers"
-        say(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
+        log.info(f"schedule: {taper}; the scale target is frozen at step k_warmup = {schedule.k_warmup}")
     if run.step:
-        say(f"resumed after step {run.step}")
+        log.info(f"resumed after step {run.step}")
     left = trainer.max_steps - run.step
     if trainer.compile:
-        say("ETA: shown once the first graph is compiled")
+        log.info("ETA: shown once the first graph is compiled")
     elif run.sharded:
-        say("ETA: shown once the first step is taken")
+        log.info("ETA: shown once the first step is taken")
     elif left:
-        say(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
-    say(f"run directory {run.directory}")
+        log.info(f"ETA: {clock(trial_step(run) * left)} for {left:,} steps")
+    log.info(f"run directory {run.directory}")
     warn_of_space(run)
     run.progress = Progress(trainer.max_steps, done=run.step, mode=trainer.progress)
 
@@ -64,8 +67,8 @@ def warn_of_space(run: TrainingRun) -> None:
     most = min(trainer.keep_last + 2, saves)  # beside the last ones: the best, and the one that is being written
     free = shutil.disk_usage(run.directory).free
     if free < size * (most - len(checkpoints.list_checkpoints(run.directory))):
-        run.say(
-            f"warning: {in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come "
+        log.warning(
+            f"{in_units(free)} free in {run.directory}, but up to {most} checkpoints of {in_units(size)} come "
             f"to {in_units(most * size)}; make room, or lower trainer.keep_last={trainer.keep_last}"
         )
 
@@ -91,26 +94,25 @@ def trial_step(run: TrainingRun) -> float:
 
 def conclude(run: TrainingRun) -> None:
     """Samples, a readable summary, and the command that evaluates the run."""
-    say = run.say
     if run.config.trainer.samples:
         write_samples(run)
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""
     loss = math.nan if run.val_loss is None else run.val_loss
-    say(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
+    log.info(f"finished: validation loss {loss:.4f} nats/token (perplexity {math.exp(min(loss, 700)):.2f}){best}")
     drift = run.last_probe.get("scale/drift")
     if drift is not None:
-        say(
+        log.info(
             f"  residual scale {run.last_probe['scale/final_rms_mean']:.3g}, {run.level:.3g} at k_warmup "
             f"(drift {drift:+.2f}, the log of their ratio); logit norm {run.last_probe['logits/norm_mean']:.4g}; "
             f"gate {run.gate:.4g}; {run.tokens:,} tokens in {clock(run.seconds)}"
         )
     closed, end = run.closed_mismatch, worst_mismatch(run.last_probe)
     if closed is not None and end is not None:
-        say(f"  calib/mismatch, the worst ln(c r) of a tapered norm: {closed:.2f} at gate 0, {end:.2f} at the end")
+        log.info(f"  calib/mismatch, the worst ln(c r) of a tapered norm: {closed:.2f} at gate 0, {end:.2f} at the end")
     if run.config.report and (run.directory / REPORT_FILE).exists():
-        say(f"charts: {run.directory / REPORT_FILE}")
-    say("to evaluate it:")
-    say(evaluate_command(run.directory))
+        log.info(f"charts: {run.directory / REPORT_FILE}")
+    log.info("to evaluate it:")
+    log.info(evaluate_command(run.directory))
 
 
 def write_samples(run: TrainingRun) -> None:
@@ -124,14 +126,14 @@ def write_samples(run: TrainingRun) -> None:
         rows = generate(run.whole_model(), prompts, length, eot=tokenizer.eot, seed=run.config.seed)
         texts = [tokenizer.decode(row) for row in rows]
     except Exception as error:  # such as logits that are not finite: the results stand all the same
-        run.say(f"warning: no samples ({type(error).__name__}: {error})")
+        log.warning(f"no samples ({type(error).__name__}: {error})")
     if dist.leads():
         try:
             write_text(file, "\n<|endoftext|>\n".join(texts) + "\n")
         except OSError as error:
-            run.say(f"warning: {file} cannot be written: {error.strerror}")
+            log.warning(f"{file} cannot be written: {error.strerror}")
     for number, text in enumerate(texts, 1):
-        run.say(f"sample {number}: {' '.join(text.split())}")
+        log.info(f"sample {number}: {' '.join(text.split())}")
 
 
 def evaluate_command(directory: Path) -> str:

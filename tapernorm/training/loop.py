@@ -36,7 +36,6 @@ def train(
     config: Config,
     directory: Path,
     checkpoint: Path | None = None,
-    say: Callable[[str], None] = print,
     at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda outcome: {},
 ) -> dict[str, Any]:
     """Train to config.trainer.max_steps inside `directory` and return the run's summary.
@@ -46,7 +45,7 @@ def train(
     joins the summary. Raises ConfigError for data or devices that do not fit, Divergence for a non-finite loss,
     Interrupted after SIGINT or SIGTERM.
     """
-    run = start(config, directory, checkpoint, say)
+    run = start(config, directory, checkpoint)
     trainer, optim = run.config.trainer, run.config.optim
     with saving.open_tracker(run) as tracker, stop_requests() as asked_to_stop, divergence_told(run, tracker, at_end):
         introduce(run)
@@ -119,7 +118,7 @@ def train(
     return summary
 
 
-def start(config: Config, directory: Path, checkpoint: Path | None, say: Callable[[str], None]) -> TrainingRun:
+def start(config: Config, directory: Path, checkpoint: Path | None) -> TrainingRun:
     """The run before its first step, or as it was at `checkpoint`; only one that can start changes its directory."""
     from tapernorm.data.prepare import prepare  # here, because no step needs it, nor any format but our own
 
@@ -129,8 +128,8 @@ def start(config: Config, directory: Path, checkpoint: Path | None, say: Callabl
         from tapernorm.training import pretrained
 
         pretrained.check(config)
-    data = dist.in_turn(lambda: prepare(config, say))
-    run = TrainingRun(resolve(config, data.tokenizer.n_vocab), directory, data, device, say)
+    data = dist.in_turn(lambda: prepare(config))
+    run = TrainingRun(resolve(config, data.tokenizer.n_vocab), directory, data, device)
     if checkpoint is None:
         run.initialize()
     else:

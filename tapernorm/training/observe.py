@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 
@@ -20,6 +21,8 @@ from tapernorm.training.optim import learning_rate
 from tapernorm.training.saving import note_validation
 from tapernorm.training.state import TrainingRun
 from tapernorm.training.tracking import Tracker
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float | None]
 PROBE_TOKENS = 512  # of which probe_tokens.json has the radial gradient
@@ -76,8 +79,8 @@ def probe(run: TrainingRun) -> Metrics:
             # The loss pulls at the final norm's scale, and c does not follow there.
             anchored, slower = "an anchor, as in anchor=mean_log,", "a lower optim.lr or a later gate.k_taper"
             remedy = anchored if site.endswith(".final") else slower
-        run.say(
-            f"warning: step {run.step}, gate {run.gate:.3g}: c is off by a factor of {math.exp(worst):.2f} "
+        log.warning(
+            f"step {run.step}, gate {run.gate:.3g}: c is off by a factor of {math.exp(worst):.2f} "
             f"({site}); {remedy} may help"
         )
     return metrics
@@ -88,7 +91,7 @@ def validate(run: TrainingRun) -> Metrics:
     batch_size, last = run.config.trainer.val_batch_size, run.step == run.config.trainer.max_steps
     result = evaluate(run.whole_model(), *run.val_batch, batch_size, autocast(run.device, run.dtype), last)
     note_validation(run, result.loss)
-    run.say(f"step {run.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {run.gate:.4g}")
+    log.info(f"step {run.step}: validation loss {result.loss:.4f} over {result.tokens:,} tokens, gate {run.gate:.4g}")
     metrics: Metrics = {"val/loss": result.loss, "val/perplexity": result.perplexity}
     if last:
         metrics["val/best_temperature"] = result.best_temperature

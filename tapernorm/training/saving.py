@@ -42,7 +42,6 @@ def open_tracker(run: TrainingRun) -> Tracker:
             tokens_per_step=run.tokens_per_step,
             resume_step=run.step,
             state=run.tracker_state,
-            say=run.say,
         )
 
     return dist.in_turn(lead, NoTracker)

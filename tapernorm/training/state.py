@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from tapernorm.training.optim import add_taper_gains, build_optimizer, drop_stat
 
 if TYPE_CHECKING:
     from tapernorm.data.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 Microbatches = list[tuple[Tensor, Tensor]]  # inputs and targets, (B, T) each
 
@@ -62,14 +65,12 @@ class Counters:
 class TrainingRun(Counters):
     """Model, optimizer, schedules, averages and counters of one run."""
 
-    def __init__(
-        self, config: Config, directory: Path, data: Prepared, device: torch.device, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, directory: Path, data: Prepared, device: torch.device) -> None:
         super().__init__()
         trainer, shape = config.trainer, config.model
         assert shape.norm_eps is not None
         self.config, self.directory, self.data, self.device = config, directory, data, device
-        self._say, self.progress = say, Progress(trainer.max_steps, mode="none")
+        self.progress = Progress(trainer.max_steps, mode="none")
         self.dtype = pick_dtype(trainer.dtype, device)
         # For whatever draws from torch's own generator; initialization, batches and dropout masks do not depend on it.
         torch.manual_seed(config.seed)
@@ -140,7 +141,7 @@ class TrainingRun(Counters):
             removed = self.calibration.freeze(gate)
             self.model.set_gate(gate, phase)
             if removed:
-                self.say(f"step {step}, gate {gate:.4g}: {', '.join(removed)} by a frozen scale from here on")
+                log.info(f"step {step}, gate {gate:.4g}: {', '.join(removed)} by a frozen scale from here on")
         self.enter_phase(phase)
         self.gate = gate
 
@@ -238,17 +239,17 @@ class TrainingRun(Counters):
             rescale(self.model, self.optimizer, kappa)
             self.calibration.rescaled(kappa)
             self.anchor.eps /= kappa**2
-            self.say(f"step {self.step}: the residual stream is divided by {kappa:.4g}; the function stays the same")
+            log.info(f"step {self.step}: the residual stream is divided by {kappa:.4g}; the function stays the same")
         elif wanted is not None:
-            self.say(f"calibration.level={wanted:g}: not for norm={norm}; the stream stays as it is")
+            log.info(f"calibration.level={wanted:g}: not for norm={norm}; the stream stays as it is")
         with self.calibration.measuring():
             target = self.mean_scale()
         self.anchor.set_target(target)
-        chosen = self.calibration.finish(self.say)
+        chosen = self.calibration.finish()
         kind = self.calibration.kind
-        self.say(f"calibrated after step {self.step} ({kind})" if chosen else f"end of the warmup, step {self.step}")
+        log.info(f"calibrated after step {self.step} ({kind})" if chosen else f"end of the warmup, step {self.step}")
         for line in [*describe(chosen), self.anchor.describe()]:
-            self.say(line)
+            log.info(line)
         return {"scale/target": target, "anchor/lambda": self.anchor.strength}
 
     def mean_scale(self) -> float:
@@ -275,9 +276,6 @@ class TrainingRun(Counters):
 
     def validates_at(self, step: int) -> bool:
         return step % (self.config.trainer.val_interval or 1) == 0 or step in self.landmarks
-
-    def say(self, line: str) -> None:
-        self.progress.say(line, self._say)
 
     def show_progress(self) -> None:
         loss, steps = self.last_loss, self.interval["steps"]

@@ -8,6 +8,7 @@ module that imports wandb, and only the mirror's process does so (`python -m tap
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import queue
@@ -25,6 +26,8 @@ from typing import IO, Any
 from tapernorm.config.options import TrackingConfig
 from tapernorm.config.schema import ConfigError
 from tapernorm.runtime.record import METRICS, METRICS_FILE, REPORT_FILE, MetricsFile
+
+log = logging.getLogger(__name__)
 
 QUIET: dict[str, Any] = {"silent": True, "quiet": True, "console": "off"}  # of wandb.Settings
 # What W&B's summary keeps of a metric where that is not its last value.
@@ -57,12 +60,11 @@ class Tracker:
         tokens_per_step: int,
         resume_step: int | None = None,
         state: dict[str, Any] | None = None,
-        say: Callable[[str], None] = print,
     ) -> None:
         state = state or {}
         self.nonfinite: int = state.get("nonfinite", 0)
         self._run_id: str | None = state.get("wandb_id")
-        self._say, self._directory, self._tokens_per_step = say, directory, tokens_per_step
+        self._directory, self._tokens_per_step = directory, tokens_per_step
         self._finished = False
         directory.mkdir(parents=True, exist_ok=True)
         self._rows = MetricsFile(directory, resume_step)
@@ -126,7 +128,7 @@ class Tracker:
         self.finish("finished" if kind is None else "failed")
 
     def _warn(self, text: str) -> None:
-        self._say(f"warning: {text}; non-finite values are logged as null and counted in nonfinite/count")
+        log.warning(f"{text}; non-finite values are logged as null and counted in nonfinite/count")
         if self._mirror is not None:
             self._mirror.send("alert", text)
 
@@ -135,7 +137,7 @@ class Tracker:
         if self._mirror is not None:
             self._mirror.hear()
             if self._mirror.problem:
-                self._say(f"warning: W&B failed ({self._mirror.problem}); the run goes on with {METRICS_FILE} alone")
+                log.warning(f"W&B failed ({self._mirror.problem}); the run goes on with {METRICS_FILE} alone")
                 self._mirror.kill()
                 self._mirror = None
 
@@ -146,7 +148,7 @@ class Tracker:
             return None
         mode = {"run": "online", "dryrun": "offline"}.get(wanted, wanted)
         if mode not in ("auto", "online", "offline"):
-            self._say(f"warning: WANDB_MODE={wanted} is none of online, offline, disabled; going on offline")
+            log.warning(f"WANDB_MODE={wanted} is none of online, offline, disabled; going on offline")
             mode = "offline"
         run_id = self._run_id or secrets.token_hex(4)
         seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", 30))
@@ -167,14 +169,14 @@ class Tracker:
                 "allow_val_change": True,  # a resumed run may have changed settings
             },
         }
-        mirror = Mirror(request, seconds + self.START_SECONDS, self._say)
+        mirror = Mirror(request, seconds + self.START_SECONDS)
         if not mirror.problem:
             self._run_id = run_id
             return mirror
         mirror.kill()
         if tracking.strict and mode != "offline":
             raise ConfigError(f"tracking.wandb={tracking.wandb}: W&B cannot be reached: {mirror.problem}")
-        self._say(f"warning: W&B cannot start ({mirror.problem}); the run goes on with {METRICS_FILE} alone")
+        log.warning(f"W&B cannot start ({mirror.problem}); the run goes on with {METRICS_FILE} alone")
         return None
 
 
@@ -228,9 +230,9 @@ def account() -> tuple[bool, str]:
 class Mirror:
     """The process that mirrors a run. `problem` says in one line what has ended it; None if nothing has."""
 
-    def __init__(self, request: dict[str, Any], seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, request: dict[str, Any], seconds: float) -> None:
         self.problem: str | None = None
-        self._say, self._heard = say, set[str]()
+        self._heard = set[str]()
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -257,8 +259,8 @@ class Mirror:
             while until not in self._heard and not self.problem:
                 kind, content = self._answers.get(timeout=seconds)
                 self._heard.add(kind)
-                if kind == "say":
-                    self._say(content)
+                if kind in ("info", "warning"):
+                    getattr(log, kind)(content)
                 elif kind == "problem":
                     self.problem = content
                 elif kind == "end":
@@ -340,15 +342,15 @@ def _connect(request: dict[str, Any], answer: Callable[[str, str], None]) -> Any
         try:
             if wandb.login(prompt=False, verify=False):
                 run = wandb.init(mode="online", resume="allow", **arguments)
-                answer("say", f"W&B: {run.url}")
+                answer("info", f"W&B: {run.url}")
         except Exception as error:
             auto, reason = False, _first_line(error)
             wandb.teardown()  # else the id stays in use by the attempt that failed
         if run is None and request["strict"] and not auto:
             raise RuntimeError(reason)
         if run is None:
-            files, warning = f"{arguments['dir']}/wandb/offline-run-*", "" if auto else "warning: "
-            answer("say", f"{warning}W&B: {reason}, so offline; to upload later: wandb sync {files}")
+            files = f"{arguments['dir']}/wandb/offline-run-*"
+            answer("info" if auto else "warning", f"W&B: {reason}, so offline; to upload later: wandb sync {files}")
     if run is None:
         run = wandb.init(mode="offline", **arguments)
         # The file that W&B itself writes online only, in its layout; JSON is YAML.

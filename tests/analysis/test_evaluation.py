@@ -32,15 +32,16 @@ from tapernorm.training import checkpoint as checkpoints
 from tests.training.test_training import run
 
 
-def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Config], tmp_path: Path) -> None:
+def test_P29_the_loss_is_trainings_at_every_batch_size(
+    tiny: Callable[..., Config], tmp_path: Path, said: list[str]
+) -> None:
     summary = run(tiny(norm="all_taper"), tmp_path)
-    said: list[str] = []
     reports: list[dict[str, Any]] = []
     for batch_size in (1, 3, 8):
         config = EvaluateConfig(
             checkpoint=str(tmp_path), batch_size=batch_size, samples=1, sample_tokens=20, device="cpu"
         )
-        report = evaluate_checkpoint(config, said.append)
+        report = evaluate_checkpoint(config)
         assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
         assert report["tokens"] == 256
         reports.append(report)
@@ -51,7 +52,7 @@ def test_P29_the_loss_is_trainings_at_every_batch_size(tiny: Callable[..., Confi
     # A checkpoint of the middle of the taper is evaluated with that step's gate.
     middle = tmp_path / "checkpoints" / "step-00000016"
     logged = next(row for row in read_metrics(tmp_path) if row["step"] == 16)
-    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(middle), samples=0, device="cpu"), said.append)
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(middle), samples=0, device="cpu"))
     assert 0 < report["gate"] < 1
     assert report["loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
 
@@ -161,14 +162,13 @@ def test_no_best_temperature_where_there_is_none(bigrams: Any) -> None:
 
 
 def test_the_best_temperature_separates_scale_from_content(
-    byte_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    byte_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], said: list[str]
 ) -> None:
     def sharpen(weights: dict[str, torch.Tensor]) -> None:
         weights["head.weight"] *= 1.2
 
     sharper = str(altered(byte_run, tmp_path / "sharper", sharpen))
-    said: list[str] = []
-    alone = measured({"checkpoint": str(byte_run), "fold": True}, said.append)
+    alone = measured({"checkpoint": str(byte_run), "fold": True})
     assert alone["loss_best_temperature"] <= alone["loss"] + 1e-6
     assert any(f"at the best temperature, T* = {alone['best_temperature']:.4f}: loss" in line for line in said)
     for name in ("best_temperature", "loss_best_temperature"):
@@ -214,8 +214,8 @@ def test_faults_of_the_command(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- a trained byte model
 
 
-def measured(config: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    return evaluate_checkpoint(EvaluateConfig(**{"samples": 0, "device": "cpu", **config}), say)
+def measured(config: dict[str, Any]) -> dict[str, Any]:
+    return evaluate_checkpoint(EvaluateConfig(**{"samples": 0, "device": "cpu", **config}))
 
 
 @pytest.fixture(scope="module")
@@ -277,20 +277,21 @@ def test_P33_one_extreme_document(byte_run: Path, story: Callable[[int], str], t
     assert extreme["nonfinite"] == 0
 
 
-def test_losses_that_are_not_finite_are_counted_and_do_not_raise(byte_run: Path, tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_counted_and_do_not_raise(
+    byte_run: Path, tmp_path: Path, said: list[str]
+) -> None:
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["embed.weight"][ord("3")] = float("nan")
 
-    said: list[str] = []
     checkpoint = str(altered(byte_run, tmp_path / "spoilt", spoil))
-    report = measured({"checkpoint": checkpoint, "fold": True, "worst": 1, "samples": 1, "prompt": "3"}, said.append)
+    report = measured({"checkpoint": checkpoint, "fold": True, "worst": 1, "samples": 1, "prompt": "3"})
     assert 0 < report["nonfinite"] < report["tokens"] == 256
     assert report["loss"] is report["loss_se"] is report["perplexity"] is report["bits_per_byte"] is None
     assert report["samples"] == [] and any("no samples" in line for line in said)
     assert report["folded"]["nonfinite"] == report["nonfinite"]
     assert report["best_temperature"] is report["loss_best_temperature"] is None
     assert any(f"{report['nonfinite']} of 256 losses are not finite" in line for line in said)
-    both = measured({"checkpoint": (str(byte_run), checkpoint)}, said.append)
+    both = measured({"checkpoint": (str(byte_run), checkpoint)})
     assert both["checkpoints"][1]["versus_baseline"]["mean"] is None
     assert f"spoilt: {report['nonfinite']} losses are not finite" in said
 
@@ -324,16 +325,17 @@ def test_folded_statistics_equal_the_unfolded(tiny: Callable[..., Config], tmp_p
 # ----------------------------------------------------------------------------------------------------------- other text
 
 
-def test_other_text_with_the_checkpoints_tokenizer(byte_run: Path, story: Callable[[int], str], tmp_path: Path) -> None:
+def test_other_text_with_the_checkpoints_tokenizer(
+    byte_run: Path, story: Callable[[int], str], tmp_path: Path, said: list[str]
+) -> None:
     own = measured({"checkpoint": str(byte_run), "tokens": 10_000})
-    said: list[str] = []
     given = {"checkpoint": str(byte_run), "dataset": texts(tmp_path / "valid.txt"), "cache_dir": str(tmp_path / "c")}
-    same = measured(given, said.append)
+    same = measured(given)
     assert (same["loss"], same["tokens"]) == (own["loss"], own["tokens"])  # all of it, where nothing else is asked
     assert (own["data"]["own"], same["data"]["own"]) == (True, False)
     assert any("as given, not on the validation text of training" in line for line in said)
     assert (byte_run / "evaluation-text.json").is_file() and (byte_run / "evaluation.json").is_file()
-    assert measured(given, said.append)["loss"] == same["loss"]
+    assert measured(given)["loss"] == same["loss"]
     assert sum("dataset text: prepared" in line for line in said) == 1
     assert sum("dataset text: reused" in line for line in said) == 1
     # Text of training that is gone or changed stands in nobody's way, until it is asked for.
@@ -370,9 +372,8 @@ def sweep(tiny: Callable[..., Config], tmp_path: Path) -> Path:
     return tmp_path / "sweep"
 
 
-def test_a_sweep_against_its_baseline(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    report = measured({"checkpoint": str(sweep), "baseline": str(sweep / "baseline"), "fold": True}, said.append)
+def test_a_sweep_against_its_baseline(sweep: Path, capsys: pytest.CaptureFixture[str], said: list[str]) -> None:
+    report = measured({"checkpoint": str(sweep), "baseline": str(sweep / "baseline"), "fold": True})
     assert json.loads((sweep / "comparison.json").read_text()) == report
     assert report["baseline"] == "baseline"
     first, second = report["checkpoints"]
@@ -419,16 +420,15 @@ def test_what_several_checkpoints_are_called_and_where_they_lie(sweep: Path) -> 
 
 
 def test_another_tokenizer_is_compared_in_bits_per_byte(
-    sweep: Path, byte_run: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, byte_run: Path, capsys: pytest.CaptureFixture[str], said: list[str]
 ) -> None:
-    said: list[str] = []
     pair = (str(sweep / "baseline"), str(byte_run))
-    report = measured({"checkpoint": pair}, said.append)
+    report = measured({"checkpoint": pair})
     assert report["checkpoints"][1]["versus_baseline"] == {
         "not_compared": "another tokenizer and no two whole documents in common; tokens=... can take in more of it"
     }
     assert any("run: not compared with baseline" in line for line in said)
-    report = measured({"checkpoint": pair, "dataset": texts(byte_run.parent / "valid.txt")}, said.append)
+    report = measured({"checkpoint": pair, "dataset": texts(byte_run.parent / "valid.txt")})
     first, second = report["checkpoints"]
     found = second["versus_baseline"]
     assert found["unit"] == "bits/byte" and 30 < found["documents"] < 40

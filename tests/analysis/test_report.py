@@ -511,13 +511,14 @@ def test_a_finished_run_that_could_not_be_made_longer_is_still_shown_as_finished
     assert '"status":"finished"' in (directory / "report.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     def fail(directory: Path, summary: dict[str, Any]) -> None:
         raise OSError("no space\nleft")
 
     monkeypatch.setattr(report, "write_page", fail)
-    said: list[str] = []
-    run.write_page(tmp_path, {}, said.append)
+    run.write_page(tmp_path, {})
     assert said == ["warning: no report.html (OSError: no space left)"]
 
 

@@ -31,8 +31,8 @@ WEB = [f"The cat number {i} sat on the mat and looked at the {('moon', 'sun', 's
 PILE = [f"{f'def f(x): return x ~ {i}' if i % 4 == 0 else 'The moon looked at the cat.'} {i}" for i in range(200)]
 
 
-def measured(say: Callable[[str], None] = lambda line: None, **keys: Any) -> dict[str, Any]:
-    return evaluate_checkpoint(validate({"samples": 0, "device": "cpu", **keys}, EvaluateConfig), say)
+def measured(**keys: Any) -> dict[str, Any]:
+    return evaluate_checkpoint(validate({"samples": 0, "device": "cpu", **keys}, EvaluateConfig))
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,15 @@ def runs(tiny: Callable[..., Config], tmp_path: Path) -> dict[str, Path]:
 
 
 def test_a_suite_is_each_data_set_alone_in_one_table(
-    runs: dict[str, Path], suite: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: dict[str, Path],
+    suite: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
 ) -> None:
     monkeypatch.setitem(published.SHAPES, "gpt2", (2, 32))
     monkeypatch.setattr(published, "VOCAB_SIZE", 257)
-    said: list[str] = []
-    report = measured(
-        said.append, checkpoint=str(runs["all_taper"].parent), baseline=str(runs["baseline"]), suite=suite
-    )
+    report = measured(checkpoint=str(runs["all_taper"].parent), baseline=str(runs["baseline"]), suite=suite)
     table = capsys.readouterr().out.splitlines()
     assert json.loads((runs["baseline"].parent / "comparison-suite.json").read_text()) == report
     assert report["baseline"] == "baseline" and list(report["datasets"]) == ["openwebtext", "pile", "pile_filtered"]
@@ -106,9 +107,8 @@ def test_a_suite_is_each_data_set_alone_in_one_table(
     assert report["published"]["rows"][2]["datasets"]["pile"] == {"loss": 2.8852, "median": None}
 
 
-def test_the_filter_and_its_documents_in_a_suite(runs: dict[str, Path], suite: dict[str, Any]) -> None:
-    said: list[str] = []
-    report = measured(said.append, checkpoint=str(runs["baseline"]), suite=suite)
+def test_the_filter_and_its_documents_in_a_suite(runs: dict[str, Path], suite: dict[str, Any], said: list[str]) -> None:
+    report = measured(checkpoint=str(runs["baseline"]), suite=suite)
     (plain,), (kept,) = (report["datasets"][name] for name in ("pile", "pile_filtered"))
     tokenizer = checkpoints.load_model(checkpoints.find(runs["baseline"]))[2]
     tokens = np.array([token for text in PILE[100:] for token in [*tokenizer.encode(text), tokenizer.eot]])
@@ -242,7 +242,9 @@ def test_an_exported_model_is_evaluated_as_the_checkpoint_is(
     capsys.readouterr()
 
 
-def test_faults_of_models_in_hugging_face_form(runs: dict[str, Path], suite: dict[str, Any], tmp_path: Path) -> None:
+def test_faults_of_models_in_hugging_face_form(
+    runs: dict[str, Path], suite: dict[str, Any], tmp_path: Path, said: list[str]
+) -> None:
     pytest.importorskip("transformers")
     where = tmp_path / "exported"
     export(ExportConfig(checkpoint=str(runs["baseline"]), out=str(where), format="gpt2"))
@@ -257,9 +259,8 @@ def test_faults_of_models_in_hugging_face_form(runs: dict[str, Path], suite: dic
     ) as caught:
         measured(checkpoint=str(where), suite=suite)
     assert "\n" not in str(caught.value)
-    said: list[str] = []
     with pytest.raises(ConfigError, match=r"checkpoint=.*exported: it has no tokenizer"):
-        measured(said.append, checkpoint=[str(runs["baseline"]), str(where)], dataset=suite["pile"])
+        measured(checkpoint=[str(runs["baseline"]), str(where)], dataset=suite["pile"])
     assert not said, "refused before the first one is evaluated"
     (where / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match=r"checkpoint=.*model_type is bert there"):

@@ -1,6 +1,7 @@
 """The command line: one-line faults before anything is written, directories, paths, replay, resume, exit codes."""
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -44,18 +45,18 @@ class Trainer:
         self.calls: list[tuple[Config, Path, Path | None]] = []
         self.fail = lambda config: None
 
-    def train(self, config, directory, checkpoint=None, say=print, at_end=None):
+    def train(self, config, directory, checkpoint=None, at_end=None):
         self.calls.append((config, directory, checkpoint))
         self.fail(config)
         config = resolve(config, 512)
         write_yaml(directory / "config.yaml", to_dict(config))
         (directory / "checkpoints" / f"step-{config.trainer.max_steps:08d}").mkdir(parents=True, exist_ok=True)
-        say("trained")
+        logging.getLogger("tapernorm.test").info("trained")
         loss = 3.0 + 0.1 * config.seed + (0.03 if config.norm.kind == "taper" else 0.0)
         return {"val_loss": loss, "steps": config.trainer.max_steps, "gate": 0.0}
 
 
-def latest(directory: Path, say) -> Path | None:
+def latest(directory: Path) -> Path | None:
     return max((directory / "checkpoints").glob("step-*"), default=None)
 
 
@@ -67,7 +68,7 @@ def trainer(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, f"tapernorm.training.{name}", module)
         monkeypatch.setattr(training, name, module, raising=False)
     # Reports have tests of their own, and cost a second a time.
-    monkeypatch.setattr(run, "write_page", lambda directory, summary, say: None)
+    monkeypatch.setattr(run, "write_page", lambda directory, summary: None)
     monkeypatch.setattr(jobs, "write_report", lambda directory: None)
     monkeypatch.chdir(tmp_path)
     return fake
@@ -210,8 +211,8 @@ def test_who_only_asks_whether_a_run_is_in_use_does_not_stop_it(tmp_path):
 
 def test_a_killed_run_is_not_in_use(tmp_path):
     script = (
-        "import os, pathlib; from tapernorm.runtime.log import open_log\n"
-        "with open_log(pathlib.Path.cwd()) as say: say('hello'); os.kill(os.getpid(), 9)"
+        "import logging, os, pathlib; from tapernorm.runtime.log import open_log\n"
+        "with open_log(pathlib.Path.cwd()) : logging.getLogger('tapernorm').info('hello'); os.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment).returncode == -9

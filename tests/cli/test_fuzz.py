@@ -149,7 +149,7 @@ def test_any_command_line_trains_or_is_refused_in_one_line() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 config = resolve(build(composition.plain(compose("train", [*FIXED, *overrides]))))
-                summary = train(config, Path(folder), say=lambda line: None)
+                summary = train(config, Path(folder))
             except ConfigError as error:
                 outcomes[refused(error)] += 1
                 return
@@ -182,7 +182,7 @@ def test_any_bytes_are_prepared_or_refused_in_one_line(content: bytes, suffix: s
         dataset = {"kind": "text", "train": str(path), "valid": str(path) if apart else None, "held_out": 0.5}
         tree = merge(TINY, {"dataset": dataset, "tokenizer": {"kind": "bytes"}, "cache_dir": f"{folder}/cache"})
         try:
-            data = prepare(resolve(build(tree)), say=lambda line: None)
+            data = prepare(resolve(build(tree)))
         except ConfigError as error:
             refused(error)
             return

@@ -60,7 +60,7 @@ def both_splits(prepared: Prepared) -> list[str]:
 
 
 def test_toy_stories_come_back_each_with_an_end(tmp_path: Path) -> None:
-    prepared = prepare(config_for(tmp_path), say=lambda line: None)
+    prepared = prepare(config_for(tmp_path))
     expected = list(itertools.islice(toy.stories(0), 60))
     assert stories_of(prepared.train, prepared.tokenizer) == expected
     assert prepared.train.n_documents == 60 and prepared.valid.n_documents == 20
@@ -70,10 +70,9 @@ def test_toy_stories_come_back_each_with_an_end(tmp_path: Path) -> None:
     assert prepared.report["train"]["documents"] == 60
 
 
-def test_the_same_request_is_reused_and_a_change_is_not(tmp_path: Path) -> None:
-    said: list[str] = []
-    first = prepare(config_for(tmp_path), said.append)
-    again = prepare(config_for(tmp_path), said.append)
+def test_the_same_request_is_reused_and_a_change_is_not(tmp_path: Path, said: list[str]) -> None:
+    first = prepare(config_for(tmp_path))
+    again = prepare(config_for(tmp_path))
     assert first.train.path == again.train.path and first.report == again.report
     assert ["prepared" in line for line in said] == [True, False] and "reused 60 documents" in said[1]
     changes: list[dict[str, Any]] = [
@@ -105,16 +104,15 @@ def test_changed_file_contents_are_noticed_and_a_moved_file_is_not(tmp_path: Pat
 
 @pytest.mark.parametrize("file", ["train.bin", "valid.json", "tokenizer.tiktoken", "report.json"])
 @pytest.mark.parametrize("fate", ["cut", "gone"])
-def test_damaged_entries_are_built_again(tmp_path: Path, file: str, fate: str) -> None:
-    said: list[str] = []
-    first = prepare(config_for(tmp_path), said.append)
+def test_damaged_entries_are_built_again(tmp_path: Path, file: str, fate: str, said: list[str]) -> None:
+    first = prepare(config_for(tmp_path))
     tokens = np.array(first.train.tokens)
     path = first.train.path.with_name(file)
     if fate == "cut":
         os.truncate(path, path.stat().st_size // 2)
     else:
         path.unlink()
-    second = prepare(config_for(tmp_path), said.append)
+    second = prepare(config_for(tmp_path))
     assert "is damaged" in said[1] and "prepared" in said[2]
     assert np.array_equal(second.train.tokens, tokens)
 
@@ -201,12 +199,11 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("style", ["bar", "lines"])
 def test_long_preparations_show_their_progress(
-    tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: list[str]
 ) -> None:
     monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
-    said: list[str] = []
     config = config_for(tmp_path)
-    prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)), said.append)
+    prepare(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, progress=style)))
     assert capsys.readouterr().out == ""
     assert len([line for line in said if "so far" in line]) == (2 if style == "lines" else 0)
     assert "prepared 60 documents" in said[-1]
@@ -229,23 +226,21 @@ def test_P23_the_type_follows_the_vocabulary(tmp_path: Path) -> None:
     assert json.loads(prepared.train.path.with_suffix(".json").read_text())["dtype"] == "uint32"
 
 
-def test_a_small_text_says_that_the_vocabulary_is_smaller(tmp_path: Path) -> None:
+def test_a_small_text_says_that_the_vocabulary_is_smaller(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "one.txt").write_text("the cat\nthe dog\nthe cow\n")
-    said: list[str] = []
     dataset = {"kind": "text", "train": str(tmp_path / "one.txt"), "held_out": 0.01}
-    prepared = prepare(config_for(tmp_path / "c", dataset, {"kind": "bpe", "vocab_size": 1000}), said.append)
+    prepared = prepare(config_for(tmp_path / "c", dataset, {"kind": "bpe", "vocab_size": 1000}))
     assert "tokenizer.vocab_size=1,000" in said[-1] and f"{prepared.tokenizer.n_vocab} ids" in said[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ cleaning
 
 
-def test_P18_what_was_wrong_is_counted_and_located(tmp_path: Path) -> None:
+def test_P18_what_was_wrong_is_counted_and_located(tmp_path: Path, said: list[str]) -> None:
     lines = [b"A good story.", b"", b"   ", b"A caf\xe9 by the sea.", "I donâ€™t know.".encode(), b"A good story."]
     path = tmp_path / "five.txt"
     path.write_bytes(b"\n".join(lines))
-    said: list[str] = []
-    prepared = prepare(text_config(tmp_path / "c", path, held_out=1e-9), said.append)
+    prepared = prepare(text_config(tmp_path / "c", path, held_out=1e-9))
     assert stories_of(prepared.train, prepared.tokenizer) == ["A good story.", "A café by the sea.", "I don’t know."]
     report = prepared.report["train"]
     assert (report["dropped_empty"], report["repaired"], report["duplicates"]) == (2, 2, 1)

@@ -119,10 +119,9 @@ def filtered(tmp_path: Path, n_ctx: int = 16, tokenizer: dict[str, Any] | None =
     )
 
 
-def test_the_filter_of_a_data_set_is_that_of_a_search(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_the_filter_of_a_data_set_is_that_of_a_search(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
-    prepared = prepare(config, said.append)
+    prepared = prepare(config)
     plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["reference"]}), silent)
     allowed = np.zeros(257, dtype=bool)
     allowed[np.unique(plain.train.tokens)] = True
@@ -162,31 +161,29 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
     assert (other["ids"], other["train"]["tokens"]) == (report["ids"], report["train"]["tokens"])
 
 
-def test_source_and_filter_share_one_entry_and_are_reused(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_source_and_filter_share_one_entry_and_are_reused(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
     first = prepare(config, silent)
-    plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["source"]}), said.append)
+    plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["source"]}))
     assert plain.entry == first.entry and "reused" in said[0] and plain.train.windows(16) is None
     assert first.key.startswith(f"{plain.key}+")
     for name in ("source", "reference"):
         (tmp_path / name / "all.jsonl").unlink()
-    again = reuse(config, first.key, said.append)
+    again = reuse(config, first.key)
     assert again is not None and again.key == first.key and again.report == first.report
     assert np.array_equal(again.train.windows(16), first.train.windows(16))  # type: ignore[arg-type]
     assert reuse(config, plain.key + "+0123", silent) is None
 
 
-def test_another_reference_or_a_damaged_table_is_noticed(tmp_path: Path) -> None:
+def test_another_reference_or_a_damaged_table_is_noticed(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
     first = prepare(config, silent)
     assert first.ids is not None
     smaller = prepare(filtered(tmp_path, max_stories=2), silent)
     assert smaller.key != first.key and smaller.entry == first.entry
     assert smaller.report["filter"]["ids"] < first.report["filter"]["ids"]
-    said: list[str] = []
     (first.ids / data.IDS).write_bytes(b"broken")
-    again = prepare(config, said.append)
+    again = prepare(config)
     assert any("is damaged" in line for line in said) and again.report == first.report
 
 

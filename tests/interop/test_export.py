@@ -292,12 +292,11 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
-def test_from_a_run_to_a_card_with_its_numbers(tmp_path: Path) -> None:
+def test_from_a_run_to_a_card_with_its_numbers(tmp_path: Path, said: list[str]) -> None:
     """Train, export the run and its folded checkpoint; the certificate is on the run's validation text."""
     tree = merge(TINY, {"norm": NORMS["all_taper"], "model": GPT2, "optim": {"lr": 3e-3}})
     summary = run(resolve(build(tree)), tmp_path / "run")
-    said: list[str] = []
-    export(ExportConfig(checkpoint=str(tmp_path / "run"), out=str(tmp_path / "hf")), said.append)
+    export(ExportConfig(checkpoint=str(tmp_path / "run"), out=str(tmp_path / "hf")))
     card, proof = (
         (tmp_path / "hf" / "README.md").read_text(),
         json.loads((tmp_path / "hf" / "certificate.json").read_text()),
@@ -308,9 +307,9 @@ def test_from_a_run_to_a_card_with_its_numbers(tmp_path: Path) -> None:
     assert proof["errors"]["float32"]["max_logit_error"] < 1e-4
     assert said[-1].endswith("format tapernorm")
     evaluate_checkpoint(
-        EvaluateConfig(checkpoint=str(tmp_path / "run"), save_folded=str(tmp_path / "folded"), samples=0), said.append
+        EvaluateConfig(checkpoint=str(tmp_path / "run"), save_folded=str(tmp_path / "folded"), samples=0)
     )
-    export(ExportConfig(checkpoint=str(tmp_path / "folded"), out=str(tmp_path / "hf2")), said.append)
+    export(ExportConfig(checkpoint=str(tmp_path / "folded"), out=str(tmp_path / "hf2")))
     with torch.no_grad():
         a, b = (load(tmp_path / name)(tokens() % 257).logits for name in ("hf", "hf2"))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -211,26 +211,25 @@ def test_a_table_is_refused_in_one_line(norm: str, keys: dict[str, Any], message
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_table_is_evaluated_saved_and_loaded(family: str, tmp_path: Path) -> None:
+def test_a_table_is_evaluated_saved_and_loaded(family: str, tmp_path: Path, said: list[str]) -> None:
     run_dir, saved = tmp_path / "run", tmp_path / "folded"
     tree = merge(TINY, {"norm": CHOICES["all_but_first"], "model": {"norm_family": family, "dropout": 0.1}})
     run(resolve(build(tree)), run_dir)
-    said: list[str] = []
     common: dict[str, Any] = {"samples": 0, "device": "cpu"}
     given = EvaluateConfig(checkpoint=str(run_dir), fold_table=True, save_folded=str(saved), **common)
-    report = evaluate_checkpoint(given, said.append)
+    report = evaluate_checkpoint(given)
     folded = report["folded"]
     assert folded["table"] is True and folded["loss"] == pytest.approx(report["loss"], abs=1e-5)
     assert folded["certificate"]["errors"]["float64"]["max_logit_error"] < 1e-12 * folded["certificate"]["max_logit"]
     assert any("4 of 5 norms removed" in line and "norm operations left in the graph: 0" in line for line in said)
 
-    assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), **common), said.append)["loss"] == folded["loss"]
+    assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), **common))["loss"] == folded["loss"]
     model, config, _ = checkpoints.load_model(saved)
     source, _, _ = checkpoints.load_model(checkpoints.find(run_dir))
     x = torch.randint(0, config.model.vocab_size, (2, 32))
     assert torch.equal(model.eval()(x), fold(source.eval(), table=True)(x))
     with pytest.raises(ConfigError, match="folded already"):
-        evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), fold_table=True, **common), said.append)
+        evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), fold_table=True, **common))
 
 
 # -------------------------------------------------------------------------------------------------------- certificate
@@ -321,18 +320,15 @@ def test_a_folded_configuration_is_plain_data(norm: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folded_checkpoint_evaluates_and_resumes_nowhere(family: str, tmp_path: Path) -> None:
+def test_a_folded_checkpoint_evaluates_and_resumes_nowhere(family: str, tmp_path: Path, said: list[str]) -> None:
     run_dir, saved = tmp_path / "run", tmp_path / "folded"
     short = {"max_steps": 6, "save_interval": 2, "keep_last": 9}
     keys = {"gate": {"k_warmup": 2, "k_taper": 5}, "calibration": {"window": 2}, "trainer": short}
     tree = merge(TINY, {"norm": NORMS["all_taper"], "model": {"norm_family": family}, **keys})
     config = resolve(build(tree))
     run(config, run_dir)
-    said: list[str] = []
     common: dict[str, Any] = {"samples": 0, "device": "cpu"}
-    report = evaluate_checkpoint(
-        EvaluateConfig(checkpoint=str(run_dir), fold=True, save_folded=str(saved), **common), said.append
-    )
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run_dir), fold=True, save_folded=str(saved), **common))
     proof = report["folded"]["certificate"]
     assert json.loads((run_dir / "evaluation.json").read_text())["folded"] == report["folded"]
     assert json.loads((saved / "certificate.json").read_text()) == proof
@@ -342,7 +338,7 @@ def test_a_folded_checkpoint_evaluates_and_resumes_nowhere(family: str, tmp_path
     )
     assert report["folded"]["loss"] == pytest.approx(report["loss"], abs=1e-5)
 
-    again = evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), **common), said.append)
+    again = evaluate_checkpoint(EvaluateConfig(checkpoint=str(saved), **common))
     assert again["loss"] == report["folded"]["loss"]
     assert (again["norm"], again["gate"], again["step"]) == ("all_taper_folded", 0.0, 6)
     model, loaded, _ = checkpoints.load_model(saved)
@@ -359,7 +355,7 @@ def test_a_folded_checkpoint_evaluates_and_resumes_nowhere(family: str, tmp_path
         ),
     ]:
         with pytest.raises(ConfigError, match=message):
-            evaluate_checkpoint(EvaluateConfig(**options, **common), said.append)
+            evaluate_checkpoint(EvaluateConfig(**options, **common))
     resumed = to_dict(config_of("all_taper")) | {"resume": str(saved)}
     with pytest.raises(ConfigError, match="a folded model cannot be trained; resume the run"):
         run_single(resumed, overrides=[f"resume={saved}"])

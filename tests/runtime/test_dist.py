@@ -158,7 +158,7 @@ def test_P25_two_processes_equal_twice_the_accumulation(tiny: Callable[..., Conf
     """Losses, weights, c, scale target and everything else that is logged; with dropout the masks, too."""
     (two / case).mkdir()
     config = configured(tiny, case, 2 * ACCUMULATIONS.get(case, 2))
-    train(config, two / case, say=lambda line: None)
+    train(config, two / case)
     assert_close(two / case, two / f"{case}-2")
     seen = json.loads((two / f"{case}-2/processes.json").read_text())
     assert seen["equal"] == [True] * 24, "the processes' weights differ"
@@ -265,7 +265,7 @@ def test_P24_one_process_goes_on_as_two_that_share_the_model_and_again_as_one(wh
     for index, moments in whole_state["optimizer"]["state"].items():
         for name, moment in moments.items():
             torch.testing.assert_close(moment, state["optimizer"]["state"][index][name], rtol=1e-4, atol=1e-6)
-    train(checkpoints.read_config(checkpoint), more, checkpoint, say=lambda line: None)
+    train(checkpoints.read_config(checkpoint), more, checkpoint)
     assert_close(whole / "whole", more)
 
 
@@ -291,7 +291,7 @@ def test_SIGTERM_saves_two_processes_and_one_goes_on(whole: Path) -> None:
     assert out.count("interrupted; to go on: python train.py resume=") == 1 and not errors(err)
     assert (whole / f"two/checkpoints/step-{summary['steps']:08d}").is_dir()
     checkpoint = checkpoints.find(whole / "two")
-    train(checkpoints.read_config(checkpoint), whole / "two", checkpoint, say=lambda line: None)
+    train(checkpoints.read_config(checkpoint), whole / "two", checkpoint)
     assert_close(whole / "whole", whole / "two")
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     TrainingRun.finish_step = finish_and_compare  # type: ignore[method-assign]
     for name, tree in json.loads(Path(sys.argv[1]).read_text()):
         seen: dict[str, Any] = {"equal": []}
-        train(resolve(build(tree)), Path(name), say=lambda line: None)
+        train(resolve(build(tree)), Path(name))
         if dist.leads():
             (Path(name) / "processes.json").write_text(json.dumps(seen))
 

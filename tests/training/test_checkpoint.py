@@ -60,7 +60,9 @@ def test_P27_plain_data_clean_keys_strict_load(a_run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "config.yaml", "meta.json"])
 @pytest.mark.parametrize("damage", ["truncated", "missing", "flipped"])
-def test_P30_a_damaged_checkpoint_is_named_and_the_one_before_is_used(a_run: Path, name: str, damage: str) -> None:
+def test_P30_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    a_run: Path, name: str, damage: str, said: list[str]
+) -> None:
     newest = a_run / "checkpoints" / "step-00000024"
     target = newest / name
     if damage == "missing":
@@ -73,8 +75,7 @@ def test_P30_a_damaged_checkpoint_is_named_and_the_one_before_is_used(a_run: Pat
         target.write_bytes(bytes(content))
     if (name, damage) == ("meta.json", "flipped"):
         target.write_bytes(b"\xff" + target.read_bytes())
-    said: list[str] = []
-    found = checkpoints.latest(a_run, said.append)
+    found = checkpoints.latest(a_run)
     assert found is not None and found.name == "step-00000016"
     assert "step-00000024" in said[0] and name in said[0]
     assert newest.exists() or damage == "missing", "reading changes nothing"
@@ -132,7 +133,7 @@ def test_P30_kill_9_while_saving_every_step(a_run: Path, tmp_path: Path, cache: 
     assert found is not None and checkpoints.step_of(found) >= 4
     from tapernorm.config.resolve import build
 
-    train(build(tree), directory, found, say=lambda line: None)
+    train(build(tree), directory, found)
     assert_same_weights(weights(a_run, 24), weights(directory, 24))
     assert rows(a_run) == rows(directory)
     assert not list((directory / "checkpoints").glob(".writing-*"))
@@ -180,7 +181,7 @@ def test_faults_in_one_line(a_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step", "gate", "tokens", "data", "files", "a checksum"])
-def test_a_checkpoint_without_a_field_is_damaged(a_run: Path, name: str) -> None:
+def test_a_checkpoint_without_a_field_is_damaged(a_run: Path, name: str, said: list[str]) -> None:
     newest = a_run / "checkpoints" / "step-00000024"
     meta = json.loads((newest / "meta.json").read_text())
     if name == "a checksum":
@@ -188,8 +189,7 @@ def test_a_checkpoint_without_a_field_is_damaged(a_run: Path, name: str) -> None
     else:
         meta[name] = [name]
     (newest / "meta.json").write_text(json.dumps(meta))
-    said: list[str] = []
-    found = checkpoints.latest(a_run, said.append)
+    found = checkpoints.latest(a_run)
     assert found is not None and found.name == "step-00000016" and "step-00000024: meta.json has no" in said[0]
 
 

@@ -76,7 +76,7 @@ def tuned(request: pytest.FixtureRequest, gpt2: tuple[Path, Any], tmp_path_facto
     """(experiment, configuration, data, run's directory, summary)."""
     config = scaled_down(request.param, gpt2[0])
     directory = tmp_path_factory.mktemp(request.param)
-    summary = train(config, directory, say=lambda line: None)
+    summary = train(config, directory)
     data = prepare(config, lambda line: None)
     return request.param, resolve(config, data.tokenizer.n_vocab), data, directory, summary
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -35,11 +36,11 @@ from tapernorm.training.tracking import Tracker
 REPO = Path(__file__).parents[2]
 DISABLED = TrackingConfig(wandb="disabled")
 KEY = "0123456789abcdef" * 3
+log = logging.getLogger("tapernorm.test")
 
 
-def make_tracker(directory: Path, said: list[str] | None = None, **options: Any) -> Tracker:
-    say: Callable[[str], None] = print if said is None else said.append
-    return Tracker(directory, {}, DISABLED, name="test", tokens_per_step=64, say=say, **options)
+def make_tracker(directory: Path, **options: Any) -> Tracker:
+    return Tracker(directory, {}, DISABLED, name="test", tokens_per_step=64, **options)
 
 
 def line(step: int, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +134,8 @@ def test_reader_merges_rows_of_a_step_and_names_a_damaged_line(tmp_path: Path) -
         read_metrics(tmp_path / "missing")
 
 
-def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    with make_tracker(tmp_path, said) as tracker:
+def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path, said: list[str]) -> None:
+    with make_tracker(tmp_path) as tracker:
         tracker.log(1, {"train/loss": 2.0})
         tracker.log(2, {"train/loss": math.nan, "grad/norm": torch.tensor(math.inf), "gate/g": 1.0})
         tracker.log(3, {"train/loss": np.float32("-inf")})
@@ -148,7 +148,7 @@ def test_P14_non_finite_values_are_null_and_counted_and_said_once(tmp_path: Path
     assert len(said) == 1 and "train/loss is nan at step 2" in said[0]
     assert state == {"wandb_id": None, "nonfinite": 3}
 
-    with make_tracker(tmp_path, said, resume_step=4, state=state) as resumed:
+    with make_tracker(tmp_path, resume_step=4, state=state) as resumed:
         resumed.log(5, {"train/loss": math.nan})
         assert resumed.nonfinite == 4
     assert len(said) == 1
@@ -492,22 +492,23 @@ def login(**options):
 
 @pytest.fixture
 def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tracker]:
-    """mirrored(said, "hangs log") -> a tracker whose W&B hangs in, or raises from, a call of this name."""
+    """mirrored("hangs log") -> a tracker whose W&B hangs in, or raises from, a call of this name."""
 
-    def make(said: list[str], fault: str, mode: Any = "offline", strict: bool = False) -> Tracker:
+    def make(fault: str, mode: Any = "offline", strict: bool = False) -> Tracker:
         (tmp_path / "fake").mkdir()
         (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
         monkeypatch.setenv("FAULT", fault)
         tracking = TrackingConfig(wandb=mode, strict=strict)
-        return Tracker(tmp_path, {}, tracking, name="test", tokens_per_step=64, say=said.append)
+        return Tracker(tmp_path, {}, tracking, name="test", tokens_per_step=64)
 
     return make
 
 
-def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
-    said: list[str] = []
-    with mirrored(said, "raises everywhere") as tracker:
+def test_P14_a_failing_mirror_is_said_once_and_never_raises(
+    tmp_path: Path, mirrored: Callable[..., Tracker], said: list[str]
+) -> None:
+    with mirrored("raises everywhere") as tracker:
         for step in range(1, 4):
             tracker.log(step, {"train/loss": 1.0})
         tracker.finish("finished", {})
@@ -519,10 +520,9 @@ def test_P14_a_failing_mirror_is_said_once_and_never_raises(tmp_path: Path, mirr
 
 @pytest.mark.parametrize("call", ["log", "finish"])
 def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], call: str, said: list[str]
 ) -> None:
     monkeypatch.setattr(Tracker, "FINISH_SECONDS", 0.2)
-    said: list[str] = []
     began = time.monotonic()
     with mirrored(said, f"hangs {call}") as tracker:
         for step in range(1, 20):
@@ -537,7 +537,7 @@ def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
 
 def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
     def interrupted() -> None:
-        with mirrored([], "hangs log") as tracker:
+        with mirrored("hangs log") as tracker:
             tracker.log(1, {"train/loss": 1.0})
             raise KeyboardInterrupt
 
@@ -549,24 +549,22 @@ def test_ctrl_c_does_not_wait_for_a_hanging_mirror(tmp_path: Path, mirrored: Cal
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_hanging_start_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], strict: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], strict: bool, said: list[str]
 ) -> None:
     monkeypatch.setattr(Tracker, "START_SECONDS", 0.1)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "0.1")
-    said: list[str] = []
     if strict:
         with pytest.raises(ConfigError, match="W&B cannot be reached: no answer within 0 s"):
-            mirrored(said, "hangs init", mode="online", strict=True)
+            mirrored("hangs init", mode="online", strict=True)
         return
-    with mirrored(said, "hangs init", mode="online") as tracker:
+    with mirrored("hangs init", mode="online") as tracker:
         tracker.log(1, {"train/loss": 1.0})
     assert len(said) == 1 and "W&B cannot start (no answer within 0 s)" in said[0]
     assert len(lines_of(tmp_path)) == 1
 
 
-def test_a_mirror_may_be_killed(tmp_path: Path, mirrored: Callable[..., Tracker]) -> None:
-    said: list[str] = []
-    with mirrored(said, "hangs nowhere") as tracker:
+def test_a_mirror_may_be_killed(tmp_path: Path, mirrored: Callable[..., Tracker], said: list[str]) -> None:
+    with mirrored("hangs nowhere") as tracker:
         assert tracker._mirror is not None
         tracker._mirror._process.kill()
         tracker._mirror._process.wait()
@@ -632,12 +630,11 @@ def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: s
 
 
 def test_a_full_disk_of_wandb_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrored: Callable[..., Tracker], said: list[str]
 ) -> None:
     """Its service loses rows without a word."""
-    said: list[str] = []
     (tmp_path / "wandb").mkdir()
-    with mirrored(said, "hangs nowhere") as tracker:
+    with mirrored("hangs nowhere") as tracker:
         tracker.log(1, {"train/loss": 1.0})
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     assert said == ["warning: W&B failed (its disk is full); the run goes on with metrics.jsonl alone"]
@@ -738,22 +735,24 @@ def test_progress_of_a_resumed_and_interrupted_run(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_progress_bar_shows_the_same_numbers_and_says_lines_around_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_the_same_numbers_and_says_lines_around_itself(
+    capsys: pytest.CaptureFixture[str], console: None
+) -> None:
     stream = io.StringIO()
     progress = Progress(4, done=1, mode="bar", stream=stream)
     for step in (2, 3, 4):
         progress.update(step, loss=2.5, gate=0.5, tokens_per_s=999.0, phase="tapering")
-        progress.say(f"line {step}")
+        log.info(f"line {step}")
     progress.close()
     assert "4/4" in stream.getvalue() and "loss 2.500  gate 0.50 tapering  999 tokens/s" in stream.getvalue()
     assert capsys.readouterr().out.splitlines() == ["line 2", "line 3", "line 4"]
 
 
-def test_progress_none_prints_only_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_none_prints_only_what_is_said(capsys: pytest.CaptureFixture[str], console: None) -> None:
     stream = io.StringIO()
     progress = Progress(2, mode="none", stream=stream)
     progress.update(1, loss=1.0, gate=1.0, tokens_per_s=1.0, phase="normalized")
-    progress.say("hello")
+    log.info("hello")
     progress.close()
     assert (stream.getvalue(), capsys.readouterr().out) == ("", "hello\n")
 

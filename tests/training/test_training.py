@@ -31,7 +31,7 @@ CLOCK = {"throughput/tokens_per_s"}
 
 def run(config: Config, directory: Path, checkpoint: Path | None = None) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
-    return train(config, directory, checkpoint, say=lambda line: None)
+    return train(config, directory, checkpoint)
 
 
 def weights(directory: Path, step: int) -> dict[str, Tensor]:
@@ -143,10 +143,11 @@ def test_the_stream_is_brought_to_a_level_without_changing_the_function(
     assert config.model.norm_eps == pytest.approx(1e-6 / kappa**2, rel=1e-3)
 
 
-def test_a_level_is_not_for_norms_that_do_not_divide_by_the_scale(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_level_is_not_for_norms_that_do_not_divide_by_the_scale(
+    tiny: Callable[..., Config], tmp_path: Path, said: list[str]
+) -> None:
     (tmp_path / "run").mkdir()
-    train(tiny(norm="dyt", calibration={"level": 0.3}), tmp_path / "run", say=said.append)
+    train(tiny(norm="dyt", calibration={"level": 0.3}), tmp_path / "run")
     assert "calibration.level=0.3: not for norm=dyt; the stream stays as it is" in said
 
 
@@ -176,11 +177,10 @@ def test_the_yardsticks_have_their_zero_at_k_warmup(tiny: Callable[..., Config],
     assert tokens["measured"] == pytest.approx(tokens["theory"], abs=1e-4), "without a final norm they are equal"
 
 
-def test_a_stale_c_is_said_with_its_remedy(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_stale_c_is_said_with_its_remedy(tiny: Callable[..., Config], tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "run").mkdir()
     keys = {"calibration": {"kind": "ema", "window": 9, "decay": 0.99}, "trainer": {"dynamics_interval": 1}}
-    train(tiny(norm="all_taper", **keys), tmp_path / "run", say=said.append)
+    train(tiny(norm="all_taper", **keys), tmp_path / "run")
     (line,) = [line for line in said if "calib/mismatch" in line and line.startswith("warning")]
     assert "c is off by a factor of" in line and "calibration=tracked may help" in line
 
