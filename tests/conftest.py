@@ -20,7 +20,7 @@ import pytest
 from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
-from tapernorm.runtime.log import LOGGER, Lines, to_console
+from tapernorm.runtime.log import LOGGER, Lines
 
 # A shell that starts the tests in the background has SIGINT and SIGQUIT ignored, nohup SIGHUP, and what the tests start
 # would inherit that.
@@ -66,26 +66,16 @@ class Heard(logging.Handler):
         self.lines.append(self.format(record))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def said() -> Iterator[list[str]]:
-    """What the package says during a test."""
-    heard, level = Heard(), LOGGER.level
+    """What the package says during a test; no console is left to the next one."""
+    before, heard = (LOGGER.level, LOGGER.propagate), Heard()
     LOGGER.addHandler(heard)
     LOGGER.setLevel(logging.INFO)
     yield heard.lines
-    LOGGER.removeHandler(heard)
-    LOGGER.setLevel(level)
-
-
-@pytest.fixture
-def console() -> Iterator[None]:
-    """Lines go to standard output, as in a program."""
-    handlers = list(LOGGER.handlers)
-    for handler in handlers:
-        LOGGER.removeHandler(handler)
-    to_console()
-    yield
-    LOGGER.handlers[:] = handlers
+    LOGGER.handlers.clear()
+    LOGGER.setLevel(before[0])
+    LOGGER.propagate = before[1]
 
 
 def merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -268,8 +268,8 @@ def test_a_log_that_cannot_be_written_costs_no_run(
     out = capsys.readouterr().out.splitlines()
     assert out == [
         "one",
-        f"warning: {tmp_path / 'run.log'} cannot be written: File too large; the run goes on",
         "two",
+        f"warning: {tmp_path / 'run.log'} cannot be written: File too large; the run goes on",
         "three",
         f"warning: {tmp_path / 'summary.json'} cannot be written: File too large",
     ]
@@ -483,7 +483,7 @@ def test_P27_a_compiled_run_is_evaluated_uncompiled(
 
     path = checkpoints.find(tmp_path)
     assert set(torch.load(path / "training.pt")) >= {"optimizer", "counters"}  # torch's default: plain data alone
-    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(path), samples=0, device="cpu"), lambda line: None)
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(path), samples=0, device="cpu"))
     assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
 
 

@@ -43,8 +43,8 @@ class Console(logging.Handler):
 
 
 def to_console(stream: str = "stdout") -> None:
-    """Print what the package says, unless the program that uses it has its own ways with "tapernorm"'s logger."""
-    if not LOGGER.handlers:
+    """Print what the package says; once, however often it is called."""
+    if not any(isinstance(handler, Console) for handler in LOGGER.handlers):
         LOGGER.addHandler(Console(stream))
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False  # the root logger's handlers would print it once more

@@ -329,6 +329,7 @@ def test_other_text_with_the_checkpoints_tokenizer(
     byte_run: Path, story: Callable[[int], str], tmp_path: Path, said: list[str]
 ) -> None:
     own = measured({"checkpoint": str(byte_run), "tokens": 10_000})
+    said.clear()
     given = {"checkpoint": str(byte_run), "dataset": texts(tmp_path / "valid.txt"), "cache_dir": str(tmp_path / "c")}
     same = measured(given)
     assert (same["loss"], same["tokens"]) == (own["loss"], own["tokens"])  # all of it, where nothing else is asked
@@ -406,7 +407,7 @@ def test_one_document_has_a_difference_without_an_interval(sweep: Path, capsys: 
 
 def test_what_several_checkpoints_are_called_and_where_they_lie(sweep: Path) -> None:
     def labels(*given: str, **keys: Any) -> list[str]:
-        report = measured({"checkpoint": given, **keys}, lambda line: None)
+        report = measured({"checkpoint": given, **keys})
         return [found["label"] for found in report["checkpoints"]]
 
     out = str(sweep / "x.json")

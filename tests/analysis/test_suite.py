@@ -259,6 +259,7 @@ def test_faults_of_models_in_hugging_face_form(
     ) as caught:
         measured(checkpoint=str(where), suite=suite)
     assert "\n" not in str(caught.value)
+    said.clear()
     with pytest.raises(ConfigError, match=r"checkpoint=.*exported: it has no tokenizer"):
         measured(checkpoint=[str(runs["baseline"]), str(where)], dataset=suite["pile"])
     assert not said, "refused before the first one is evaluated"

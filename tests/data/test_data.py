@@ -81,14 +81,14 @@ def test_the_same_request_is_reused_and_a_change_is_not(tmp_path: Path, said: li
         {"tokenizer": {"kind": "bpe", "vocab_size": 300}},
         {"tokenizer": {"kind": "bpe", "vocab_size": 301}},
     ]
-    paths = {prepare(config_for(tmp_path, **change), lambda line: None).train.path for change in changes}
+    paths = {prepare(config_for(tmp_path, **change)).train.path for change in changes}
     assert len(paths | {first.train.path}) == 5
 
 
 def test_a_label_does_not_prepare_anew(tmp_path: Path) -> None:
-    plain = prepare(config_for(tmp_path), lambda line: None)
+    plain = prepare(config_for(tmp_path))
     dataset = {"kind": "toy", "stories": 60, "valid_stories": 20, "vocab_size": 999}
-    assert prepare(config_for(tmp_path, dataset), lambda line: None).train.path == plain.train.path
+    assert prepare(config_for(tmp_path, dataset)).train.path == plain.train.path
 
 
 def test_changed_file_contents_are_noticed_and_a_moved_file_is_not(tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_changed_file_contents_are_noticed_and_a_moved_file_is_not(tmp_path: Pat
     one.write_text("a\nb\nc\n")
     two.write_text("a\nb\nc\n")
     cache = tmp_path / "cache"
-    first = prepare(text_config(cache, one, held_out=0.4), lambda line: None)
-    assert prepare(text_config(cache, two, held_out=0.4), lambda line: None).train.path == first.train.path
+    first = prepare(text_config(cache, one, held_out=0.4))
+    assert prepare(text_config(cache, two, held_out=0.4)).train.path == first.train.path
     one.write_text("a\nb\nd\n")
-    assert prepare(text_config(cache, one, held_out=0.4), lambda line: None).train.path != first.train.path
+    assert prepare(text_config(cache, one, held_out=0.4)).train.path != first.train.path
 
 
 @pytest.mark.parametrize("file", ["train.bin", "valid.json", "tokenizer.tiktoken", "report.json"])
@@ -121,7 +121,7 @@ def test_a_failing_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\nno json\n')
     cache = tmp_path / "cache"
     with pytest.raises(ConfigError, match=r"bad\.jsonl line 2"):
-        prepare(text_config(cache, tmp_path / "bad.jsonl"), lambda line: None)
+        prepare(text_config(cache, tmp_path / "bad.jsonl"))
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
@@ -137,7 +137,7 @@ def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unwritable_cache_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cache_dir=") as caught:
-        prepare(config_for(tmp_path / "file"), lambda line: None)
+        prepare(config_for(tmp_path / "file"))
     assert "\n" not in str(caught.value)
 
 
@@ -148,7 +148,7 @@ def test_P19_threads_do_not_change_the_output(tmp_path: Path, monkeypatch: pytes
     for threads in (1, 4):
         config = config_for(tmp_path / str(threads), dataset, {"kind": "bpe"})
         monkeypatch.setattr(os, "cpu_count", lambda threads=threads: threads)
-        prepared = prepare(config, lambda line: None)
+        prepared = prepare(config)
         files.append([path.read_bytes() for path in sorted(prepared.train.path.parent.iterdir())])
     assert files[0] == files[1]
 
@@ -157,6 +157,7 @@ def test_P19_threads_do_not_change_the_output(tmp_path: Path, monkeypatch: pytes
 def test_two_processes_prepare_the_same_at_once(tmp_path: Path) -> None:
     program = (
         "import sys; from tapernorm.config.resolve import build; from tapernorm.data.prepare import prepare; "
+        "from tapernorm.runtime.log import to_console; to_console(); "
         "p = prepare(build({'cache_dir': sys.argv[1], 'dataset': {'kind': 'toy', 'stories': 3000}, "
         "'tokenizer': {'kind': 'bytes'}})); print(p.train.n_documents, int(p.train.tokens.astype('int64').sum()))"
     )
@@ -192,7 +193,7 @@ def test_preparation_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "valid.txt").write_text("one\n")
     dataset = {"kind": "text", "train": str(path), "valid": str(tmp_path / "valid.txt")}
     tokenizer = {"kind": "bpe", "vocab_size": 300, "train_bytes": 100_000}
-    prepared = prepare(config_for(tmp_path / "c", dataset, tokenizer), lambda line: None)
+    prepared = prepare(config_for(tmp_path / "c", dataset, tokenizer))
     assert prepared.train.n_documents == read == 4_000  # the tokenizer's stories are not read twice
     assert 100 < max(ahead) <= 1_024 + 200  # never more than a batch, beside what the BPE was trained on
 
@@ -220,7 +221,7 @@ def test_P23_the_type_follows_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.tiktoken").rename(path)
     (tmp_path / "one.txt").write_text("a\xff 1\n" * 3 + "b\n", encoding="utf-8")
     dataset = {"kind": "text", "train": str(tmp_path / "one.txt"), "valid": str(tmp_path / "one.txt")}
-    prepared = prepare(config_for(tmp_path / "c", dataset, {"kind": "bpe", "ranks": str(path)}), lambda line: None)
+    prepared = prepare(config_for(tmp_path / "c", dataset, {"kind": "bpe", "ranks": str(path)}))
     assert prepared.train.tokens.dtype == np.uint32
     assert int(prepared.train.tokens.max()) == prepared.tokenizer.eot == 70_256
     assert json.loads(prepared.train.path.with_suffix(".json").read_text())["dtype"] == "uint32"
@@ -251,7 +252,7 @@ def test_P18_what_was_wrong_is_counted_and_located(tmp_path: Path, said: list[st
 def test_P18_bytes_are_located_within_a_longer_story(tmp_path: Path) -> None:
     path = tmp_path / "separated.txt"
     path.write_bytes("One.\nTwo.\n<|endoftext|>\nThrée.\n".encode() + b"Fo\xfcr.\nFive.\n<|endoftext|>\n")
-    prepared = prepare(text_config(tmp_path / "c", path, held_out=1e-9), lambda line: None)
+    prepared = prepare(text_config(tmp_path / "c", path, held_out=1e-9))
     assert stories_of(prepared.train, prepared.tokenizer) == ["One.\nTwo.", "Thrée.\nFoür.\nFive."]
     assert prepared.report["train"]["bad_bytes"] == [{"file": str(path), "line": 5}]
 
@@ -278,7 +279,7 @@ def test_validation_stories_that_are_in_train_are_kept_out(tmp_path: Path) -> No
     train, valid = tmp_path / "a.txt", tmp_path / "b.txt"
     train.write_text("one\ntwo\nthree\n")
     valid.write_text("four\ntwo\nfour\nfive\n")
-    prepared = prepare(text_config(tmp_path / "c", train, valid=str(valid)), lambda line: None)
+    prepared = prepare(text_config(tmp_path / "c", train, valid=str(valid)))
     assert stories_of(prepared.valid, prepared.tokenizer) == ["four", "five"]
     report = prepared.report["valid"]
     assert (report["in_train"], report["duplicates"], report["documents"]) == (1, 1, 2)
@@ -309,7 +310,7 @@ def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     stories = [f"Story {number}.\nIt has two lines and a {SEPARATOR} in it." for number in range(40)]
     path = tmp_path / f"stories{suffix}"
     write_any(path, stories)
-    prepared = prepare(text_config(tmp_path / "c", path, held_out=0.25), lambda line: None)
+    prepared = prepare(text_config(tmp_path / "c", path, held_out=0.25))
     assert sorted(both_splits(prepared)) == sorted(stories)
     assert 2 <= prepared.valid.n_documents <= 20
 
@@ -317,9 +318,9 @@ def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
 def test_held_out_stories_stay_the_same_when_others_are_added(tmp_path: Path) -> None:
     path = tmp_path / "stories.txt"
     path.write_text("".join(f"Story {number}.\n" for number in range(100)))
-    few = prepare(text_config(tmp_path / "c", path, held_out=0.2), lambda line: None)
+    few = prepare(text_config(tmp_path / "c", path, held_out=0.2))
     path.write_text("".join(f"Story {number}.\n" for number in range(200)))
-    more = prepare(text_config(tmp_path / "c", path, held_out=0.2), lambda line: None)
+    more = prepare(text_config(tmp_path / "c", path, held_out=0.2))
     held_out = [set(stories_of(prepared.valid, prepared.tokenizer)) for prepared in (few, more)]
     assert held_out[0] < held_out[1] and not held_out[1] & set(stories_of(more.train, more.tokenizer))
 
@@ -333,7 +334,7 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     (folder / "notes.md").write_text("not a story")
 
     def read(train: Path | list[Path]) -> list[str]:
-        return sorted(both_splits(prepare(text_config(tmp_path / "c", train), lambda line: None)))
+        return sorted(both_splits(prepare(text_config(tmp_path / "c", train))))
 
     assert read(folder) == ["from a", "from b", "from c"]
     assert read(folder / "*.[tp]*") == ["from a", "from c"]
@@ -346,7 +347,7 @@ def test_missing_paths_name_key_and_path(tmp_path: Path, key: str) -> None:
     (tmp_path / "here.txt").write_text("here\n")
     dataset = {"kind": "text", "train": str(tmp_path / "here.txt"), key: str(tmp_path / "nowhere.txt")}
     with pytest.raises(ConfigError, match=rf"dataset\.{key}=.*nowhere\.txt") as caught:
-        prepare(config_for(tmp_path / "c", dataset), lambda line: None)
+        prepare(config_for(tmp_path / "c", dataset))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "c").exists()
 
@@ -364,26 +365,26 @@ def test_wrong_columns_and_suffixes_are_named(tmp_path: Path) -> None:
     }
     for name, message in expected.items():
         with pytest.raises(ConfigError, match=message):
-            prepare(text_config(tmp_path / "cache", tmp_path / name), lambda line: None)
-    prepared = prepare(text_config(tmp_path / "cache", tmp_path / "b.jsonl", field="story"), lambda line: None)
+            prepare(text_config(tmp_path / "cache", tmp_path / name))
+    prepared = prepare(text_config(tmp_path / "cache", tmp_path / "b.jsonl", field="story"))
     assert both_splits(prepared) == ["x"]
     with pytest.raises(ConfigError, match="'number' is int64, not text"):
-        prepare(text_config(tmp_path / "cache", tmp_path / "a.parquet", field="number"), lambda line: None)
+        prepare(text_config(tmp_path / "cache", tmp_path / "a.parquet", field="number"))
 
 
 def test_byte_order_marks(tmp_path: Path) -> None:
     (tmp_path / "eight.txt").write_text("one\ntwo\n", encoding="utf-8-sig")
     (tmp_path / "sixteen.txt").write_text("one\n", encoding="utf-16")
-    prepared = prepare(text_config(tmp_path / "c", tmp_path / "eight.txt", held_out=1e-9), lambda line: None)
+    prepared = prepare(text_config(tmp_path / "c", tmp_path / "eight.txt", held_out=1e-9))
     assert stories_of(prepared.train, prepared.tokenizer) == ["one", "two"]
     with pytest.raises(ConfigError, match=r"sixteen\.txt is UTF-16"):
-        prepare(text_config(tmp_path / "c", tmp_path / "sixteen.txt"), lambda line: None)
+        prepare(text_config(tmp_path / "c", tmp_path / "sixteen.txt"))
 
 
 def test_empty_training_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(ConfigError, match=r"dataset\.train=.*no document"):
-        prepare(text_config(tmp_path / "c", tmp_path / "empty.txt"), lambda line: None)
+        prepare(text_config(tmp_path / "c", tmp_path / "empty.txt"))
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
@@ -397,10 +398,10 @@ def test_P17_tinystories_from_a_local_folder(tmp_path: Path, suffix: str, monkey
     write_any(folder / "TinyStories-train.txt", ["one", "two", "three", "four"])
     write_any(folder / "TinyStories-valid.txt", ["five"])
     dataset: dict[str, Any] = {"kind": "hub", "path": str(tmp_path / "copy")}
-    prepared = prepare(config_for(tmp_path / "c", dataset), lambda line: None)
+    prepared = prepare(config_for(tmp_path / "c", dataset))
     assert sorted(stories_of(prepared.train, prepared.tokenizer)) == ["four", "one", "three", "two"]
     assert stories_of(prepared.valid, prepared.tokenizer) == ["five"]
-    first = prepare(config_for(tmp_path / "c", {**dataset, "max_stories": 2}), lambda line: None)
+    first = prepare(config_for(tmp_path / "c", {**dataset, "max_stories": 2}))
     assert first.train.n_documents == 2 and first.valid.n_documents == 1
 
 
@@ -412,7 +413,7 @@ def test_P17_an_unusable_folder_is_described(tmp_path: Path) -> None:
         (tmp_path / "notes.md", r"is none of \.parquet"),
     ):
         with pytest.raises(ConfigError, match=rf"dataset\.path={path}.*{message}"):
-            prepare(config_for(tmp_path / "c", {"kind": "hub", "path": str(path)}), lambda line: None)
+            prepare(config_for(tmp_path / "c", {"kind": "hub", "path": str(path)}))
 
 
 @pytest.fixture
@@ -435,7 +436,7 @@ def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.timeout(30)
 def test_P17_without_hub_and_cache_one_line_names_the_way_out(tmp_path: Path, offline_hub: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(config_for(tmp_path / "c", TINYSTORIES), lambda line: None)
+        prepare(config_for(tmp_path / "c", TINYSTORIES))
     message = str(caught.value)
     assert all(hint in message for hint in ("roneneldan/TinyStories", str(offline_hub), "dataset.path=<folder>"))
     assert "\n" not in message
@@ -458,7 +459,7 @@ def test_P17_without_hub_the_copy_of_the_datasets_library_is_read(tmp_path: Path
     info = json.loads((copy / "dataset_info.json").read_text())
     info |= {"config_name": "default", "dataset_name": "tiny_stories"}
     (copy / "dataset_info.json").write_text(json.dumps(info))
-    prepared = prepare(config_for(tmp_path / "c", TINYSTORIES), lambda line: None)
+    prepared = prepare(config_for(tmp_path / "c", TINYSTORIES))
     assert both_splits(prepared) == ["one", "two", "three"]
     assert prepared.report["train"]["dropped_empty"] == 1
 
@@ -470,7 +471,7 @@ def test_real_stories(tmp_path: Path) -> None:
     config = config_for(
         tmp_path, {"kind": "text", "train": str(path), "held_out": 0.1}, {"kind": "gpt2", "ranks": ranks}
     )
-    prepared = prepare(config, lambda line: None)
+    prepared = prepare(config)
     assert prepared.train.n_documents + prepared.valid.n_documents == 691
     assert prepared.train.n_tokens + prepared.valid.n_tokens == pytest.approx(140_606, rel=0.02)
     originals = {story.strip() for story in path.read_text(encoding="utf-8").split(f"\n{SEPARATOR}\n")}

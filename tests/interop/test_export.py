@@ -59,7 +59,7 @@ def saved(directory: Path, norm: str, family: str, step: int = 24, tokenizer: To
 def exported(tmp_path: Path, norm: str, family: str, **keys: Any) -> tuple[Decoder, Path]:
     """The checkpoint's own model and the directory that it is exported to."""
     path, out = saved(tmp_path, norm, family), tmp_path / f"{norm}_{family}"
-    export(ExportConfig(**{"checkpoint": str(path), "out": str(out), "format": "tapernorm", **keys}), lambda line: None)
+    export(ExportConfig(**{"checkpoint": str(path), "out": str(out), "format": "tapernorm", **keys}))
     return checkpoints.load_model(path)[0].eval(), out
 
 
@@ -168,7 +168,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert (fast.eos_token_id, fast.pad_token_id, fast.padding_side) == (EOT, EOT, "left")
     other = Tokenizer("other", {bytes([byte]): byte for byte in range(256)}, pattern=r"\w+|\W")
     path = saved(tmp_path / "other", "baseline", "llama", tokenizer=other)
-    export(ExportConfig(checkpoint=str(path), out=str(tmp_path / "hf")), lambda line: None)
+    export(ExportConfig(checkpoint=str(path), out=str(tmp_path / "hf")))
     assert "There is no AutoTokenizer" in (tmp_path / "hf" / "README.md").read_text()
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     assert Tokenizer.load(tmp_path / "hf" / "tiktoken").fingerprint == other.fingerprint

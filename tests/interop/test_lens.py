@@ -208,7 +208,6 @@ def test_directories_of_checkpoints_and_of_exported_models(tmp_path: Path) -> No
             assert hooked.to_tokens("it", prepend_bos=False).tolist() == [BYTES.encode("it")]
     export(
         ExportConfig(checkpoint=str(tmp_path / "step"), out=str(tmp_path / "half"), format="llama", dtype="bfloat16"),
-        lambda line: None,
     )
     hooked = to_hooked(tmp_path / "half")
     assert hooked(x).dtype is torch.float32 and distance(hooked(x), ours(x)) < 3e-2
@@ -226,7 +225,7 @@ def test_texts_of_different_lengths_are_what_they_are_alone(tmp_path: Path) -> N
 def test_text_where_the_tokenizers_library_splits_otherwise_stays_ids(tmp_path: Path) -> None:
     other = Tokenizer("other", {bytes([byte]): byte for byte in range(256)}, pattern=r"\w+|\W")
     path = saved(tmp_path, "all_taper", "llama", tokenizer=other)
-    export(ExportConfig(checkpoint=str(path), out=str(tmp_path / "hf")), lambda line: None)
+    export(ExportConfig(checkpoint=str(path), out=str(tmp_path / "hf")))
     for source in (path, tmp_path / "hf"):
         assert to_hooked(source).tokenizer is None
     decoder = checkpoints.load_model(path)[0]

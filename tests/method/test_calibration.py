@@ -54,7 +54,7 @@ def test_c_is_the_weighted_least_squares_solution(kind: str, family: str, microb
     assert len(recorded) == (WINDOW if kind == "ema" else 1)
     T = len(recorded)
     rows = [(h, gamma, (1 - DECAY) * DECAY ** (T - t)) for t, (h, gamma) in enumerate(recorded, 1)]
-    chosen = calibration.finish(lambda line: None)
+    chosen = calibration.finish()
     expected = least_squares_c(rows, eps, family == "layer")
     assert chosen["0.attn"] == pytest.approx(expected, rel=1e-5)
     assert norm.c.item() == pytest.approx(expected, rel=1e-5)
@@ -94,7 +94,7 @@ def test_tracked_c_follows_its_statistic_while_the_gate_is_open(family: str, fit
         if step == k_warmup:
             with calibration.measuring():
                 norm(h.unsqueeze(0))
-            calibration.finish(lambda line: None)
+            calibration.finish()
         if k_warmup <= step < k_taper:
             x = h.double().numpy()
             x = x - x.mean(-1, keepdims=True) if family == "layer" else x
@@ -118,7 +118,7 @@ def test_the_final_norms_c_stays_where_the_warmup_left_it() -> None:
     with calibration.measuring():
         for norm in norms.values():
             norm(torch.ones(1, 4, D))
-    calibration.finish(lambda line: None)
+    calibration.finish()
     with calibration.recording(2):
         for norm in norms.values():
             norm.set_gate(0.5, Phase.TAPERING)
@@ -136,7 +136,7 @@ def test_a_rare_large_token_moves_least_squares_and_hardly_the_log() -> None:
         h[0] *= 30
         with calibration.measuring():
             norm(h)
-        found[fit] = calibration.finish(lambda line: None)["0.attn"]
+        found[fit] = calibration.finish()["0.attn"]
     assert found == pytest.approx({"least_squares": 0.548, "inverse_mean": 0.972, "log": 0.9967}, abs=2e-3)
 
 
@@ -145,7 +145,7 @@ def test_statistics_that_are_not_finite_leave_c_alone() -> None:
     calibration = Calibration(CalibrationConfig(window=1, decay=0.5, fit="log"), 1, {"0.attn": norm}, 5)
     with calibration.measuring():
         norm(2 * torch.ones(1, 4, D))
-    calibration.finish(lambda line: None)
+    calibration.finish()
     norm.set_gate(0.5, Phase.TAPERING)
     with calibration.recording(2):
         norm(torch.full((1, 4, D), torch.nan))
@@ -157,7 +157,7 @@ def test_calibration_none_keeps_c_at_one_and_records_nothing() -> None:
     norm.weight.data.fill_(1.5)
     calibration = Calibration(CalibrationConfig(kind="none", window=5, decay=0.99, fit="log"), 9, {"final": norm})
     assert not any(calibration.records(step) for step in range(1, 20))
-    assert calibration.finish(lambda line: None) == {"final": 1.0}
+    assert calibration.finish() == {"final": 1.0}
     assert torch.equal(norm.taper_weight, norm.weight)
 
 

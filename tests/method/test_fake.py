@@ -121,7 +121,7 @@ def test_the_frozen_scale_is_the_running_mean_of_the_batch_means(tiny: Callable[
 
     config = fake(tiny, calibration={"window": 4, "decay": 0.5})
     run(config, tmp_path)
-    data = prepare(config, lambda line: None)
+    data = prepare(config)
     config = resolve(config, data.tokenizer.n_vocab)
     batches = Batches(data.train.tokens, config.model.n_ctx, config.trainer.batch_size, config.seed)
     means = []

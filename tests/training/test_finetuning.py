@@ -55,7 +55,7 @@ def scaled_down(experiment: str, start: Path) -> Config:
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A small GPT2LMHeadModel after 300 steps of training in plain torch, and where transformers saved it."""
     directory = tmp_path_factory.mktemp("start") / "gpt2"
-    data = prepare(scaled_down("vanilla", directory), lambda line: None)
+    data = prepare(scaled_down("vanilla", directory))
     torch.manual_seed(0)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), data.tokenizer.eot)
     shape = {"n_layer": 2, "n_embd": 48, "n_head": 3, "n_positions": N_CTX, "vocab_size": data.tokenizer.n_vocab}
@@ -77,7 +77,7 @@ def tuned(request: pytest.FixtureRequest, gpt2: tuple[Path, Any], tmp_path_facto
     config = scaled_down(request.param, gpt2[0])
     directory = tmp_path_factory.mktemp(request.param)
     summary = train(config, directory)
-    data = prepare(config, lambda line: None)
+    data = prepare(config)
     return request.param, resolve(config, data.tokenizer.n_vocab), data, directory, summary
 
 
@@ -123,7 +123,7 @@ def test_exported_it_is_the_same_model_in_transformers(tuned: Any, tmp_path: Pat
     for kind in kinds:
         out = tmp_path / kind
         exporting = ExportConfig(checkpoint=str(directory), out=str(out), format=kind)
-        export(exporting, lambda line: None)
+        export(exporting)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=kind == "tapernorm").eval()
         assert loss(theirs(x).logits, y) == pytest.approx(reference, abs=1e-4)
         prompt = [tokenizer.eot, *tokenizer.encode("One day, a little girl")]

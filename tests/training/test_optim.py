@@ -130,7 +130,7 @@ def losses(*, divided: bool) -> list[float]:
                 rescale(model, optimizer, KAPPA)
             with calibration.measuring(), torch.no_grad():
                 model.loss(x, y)
-            calibration.finish(lambda line: None)
+            calibration.finish()
     return found
 
 

@@ -29,6 +29,7 @@ import yaml
 
 from tapernorm.config.options import TrackingConfig
 from tapernorm.config.schema import ConfigError
+from tapernorm.runtime.log import to_console
 from tapernorm.runtime.progress import Progress
 from tapernorm.runtime.record import METRICS, METRICS_FILE, read_metrics
 from tapernorm.training.tracking import Tracker
@@ -167,9 +168,11 @@ SCRIPT = """
 import json, logging, math, sys
 from pathlib import Path
 from tapernorm.config.options import TrackingConfig
+from tapernorm.runtime.log import to_console
 from tapernorm.training.tracking import Tracker
 
 logging.basicConfig(level=logging.INFO)  # as Hydra does
+to_console()
 root = Path(sys.argv[1])
 tracking = TrackingConfig(wandb="offline", group="sweep", tags=("t1", "t2"))
 
@@ -371,6 +374,7 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path: Path) -> None
 def start_in_a_process(directory: Path, mode: str, strict: bool = False, **environment: str) -> Any:
     script = (
         "import pathlib, sys; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.runtime.log import to_console; to_console()\n"
         "from tapernorm.training.tracking import Tracker\n"
         f"tracking = TrackingConfig(wandb={mode!r}, strict={strict})\n"
         "with Tracker(pathlib.Path(sys.argv[1]), {'seed': 1}, tracking, name='x', tokens_per_step=8) as tracker:\n"
@@ -524,7 +528,7 @@ def test_a_hanging_mirror_neither_slows_nor_keeps_a_run(
 ) -> None:
     monkeypatch.setattr(Tracker, "FINISH_SECONDS", 0.2)
     began = time.monotonic()
-    with mirrored(said, f"hangs {call}") as tracker:
+    with mirrored(f"hangs {call}") as tracker:
         for step in range(1, 20):
             tracker.log(step, {"train/loss": 1.0})
         while call == "log" and not (tmp_path / "calls.txt").exists():
@@ -597,6 +601,7 @@ def test_the_service_of_wandb_may_die_or_hang_in_mid_run(tmp_path: Path, fate: s
     """A real offline run, in a process of its own that has to end, and silently."""
     script = (
         "import contextlib, pathlib, psutil, signal, sys; from tapernorm.config.options import TrackingConfig\n"
+        "from tapernorm.runtime.log import to_console; to_console()\n"
         "from tapernorm.training.tracking import Tracker\n"
         "offline = TrackingConfig(wandb='offline')\n"
         "for name in ('one', 'two'):\n"
@@ -735,9 +740,8 @@ def test_progress_of_a_resumed_and_interrupted_run(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_progress_bar_shows_the_same_numbers_and_says_lines_around_itself(
-    capsys: pytest.CaptureFixture[str], console: None
-) -> None:
+def test_progress_bar_shows_the_same_numbers_and_says_lines_around_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    to_console()
     stream = io.StringIO()
     progress = Progress(4, done=1, mode="bar", stream=stream)
     for step in (2, 3, 4):
@@ -748,7 +752,8 @@ def test_progress_bar_shows_the_same_numbers_and_says_lines_around_itself(
     assert capsys.readouterr().out.splitlines() == ["line 2", "line 3", "line 4"]
 
 
-def test_progress_none_prints_only_what_is_said(capsys: pytest.CaptureFixture[str], console: None) -> None:
+def test_progress_none_prints_only_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    to_console()
     stream = io.StringIO()
     progress = Progress(2, mode="none", stream=stream)
     progress.update(1, loss=1.0, gate=1.0, tokens_per_s=1.0, phase="normalized")
