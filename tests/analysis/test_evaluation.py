@@ -510,12 +510,10 @@ def test_the_command_line(
         assert status == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
 
 
-def test_an_earlier_result_of_another_kind_stays(
-    tiny: Callable[..., Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_result_of_another_kind_stays(tiny: Callable[..., Config], tmp_path: Path, said: list[str]) -> None:
     run(tiny(), tmp_path)
     for tokens in (32, 32, 64, 96):
         evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path), tokens=tokens, samples=0, device="cpu"))
     kept = {file.name: json.loads(file.read_text())["tokens"] for file in tmp_path.glob("evaluation*.json")}
     assert kept == {"evaluation.json": 96, "evaluation-1.json": 32, "evaluation-2.json": 64}
-    assert "the earlier evaluation.json is now evaluation-2.json" in capsys.readouterr().out
+    assert "the earlier evaluation.json is now evaluation-2.json" in said
