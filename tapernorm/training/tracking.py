@@ -365,8 +365,7 @@ def _connect(request: dict[str, Any], answer: Callable[[str, str], None]) -> Any
 
 def _follow(run: Any, request: dict[str, Any], requests: Messages) -> None:
     """Log the rows that metrics.jsonl gets; close the W&B run when the run has ended, or its process is gone."""
-    directory, kind = Path(request["run"]["dir"]), ""
-    content: Any = None
+    directory, kind, content = Path(request["run"]["dir"]), "", None
     with (directory / METRICS_FILE).open("rb") as file:
         file.seek(request["from"])
         while kind not in ("finish", "end"):
