@@ -365,7 +365,8 @@ def _connect(request: dict[str, Any], answer: Callable[[str, str], None]) -> Any
 
 def _follow(run: Any, request: dict[str, Any], requests: Messages) -> None:
     """Log the rows that metrics.jsonl gets; close the W&B run when the run has ended, or its process is gone."""
-    directory, kind, content = Path(request["run"]["dir"]), "", None
+    directory, kind = Path(request["run"]["dir"]), ""
+    content: Any = None
     with (directory / METRICS_FILE).open("rb") as file:
         file.seek(request["from"])
         while kind not in ("finish", "end"):
@@ -386,8 +387,7 @@ def _follow(run: Any, request: dict[str, Any], requests: Messages) -> None:
         import wandb
 
         report = wandb.Artifact(f"report-{run.id}", type="report")
-        # Where it is: by default a copy goes to the user's home.
-        report.add_file(str(directory / REPORT_FILE), policy="immutable")
+        report.add_file(str(directory / REPORT_FILE), policy="immutable")  # by default a copy goes to the user's home
         run.log_artifact(report)
     run.finish(exit_code=0 if summary["status"] == "finished" else 1)
 
