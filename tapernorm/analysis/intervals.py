@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scipy.special import stdtr, stdtrit
+from scipy.special import nctdtrinc, stdtr, stdtrit
 
 # Iglewicz and Hoaglin (1993): |modified z| above 3.5 is an outlier. Under 5 values the median and the deviations
 # from it hang on single values, so that one seed among three can be told from the others in no way.
@@ -52,6 +52,17 @@ def student(mean: float, error: float, n: int) -> tuple[float, float]:
     """mean ± t_{n-1, 0.975} error: the 95 % interval of a mean of n values with this standard error."""
     reach = error * float(stdtrit(n - 1, 0.975))
     return mean - reach, mean + reach
+
+
+def detectable(spread: float, n: int, power: float = 0.8) -> float | None:
+    """The smallest mean that Student's two-sided test at 5 % finds in n values with this probability; None for n < 2.
+
+    spread / sqrt(n) times the noncentrality at which t_{n-1} exceeds its 97.5 % point with probability `power`;
+    `spread` is the values' standard deviation, in whose unit the answer is.
+    """
+    if n < 2:
+        return None
+    return spread / math.sqrt(n) * float(nctdtrinc(n - 1, 1 - power, stdtrit(n - 1, 0.975)))
 
 
 def paired_percent(values: Mapping[Key, float], base: Mapping[Key, float]) -> dict[Key, float]:

@@ -113,15 +113,22 @@ def check(config: DictConfig, arguments: Sequence[str], directory: Path) -> list
 
 
 def list_jobs(config: DictConfig, arguments: Sequence[str], directory: Path) -> bool:
-    """Print every job with its state, without a trace on the disk; True if one would be refused."""
-    rows = [
-        (name, f"refused: {explain(found)}" if isinstance(found, Exception) else state(directory / name, found))
-        for _, name, found in _composed(config, arguments, directory)
-    ]
+    """Print every job with its state, and what is new will cost; leaves no trace. True if one would be refused."""
+    rows, new = [], []
+    for _, name, found in _composed(config, arguments, directory):
+        text = f"refused: {explain(found)}" if isinstance(found, Exception) else state(directory / name, found)
+        rows.append((name, text))
+        if text == "new" and not isinstance(found, Exception):
+            new.append(build(found))
     log.info(f"sweep {config.sweep.name}: {len(rows)} jobs in {directory}; a dry run, which starts nothing")
     width = max(len(name) for name, _ in rows)
     for number, (name, text) in enumerate(rows):
         log.info(f"[job {number}] {name:<{width}}  {text}")
+    if new:
+        from tapernorm.cli import cost  # torch: once the list is printed
+
+        for line in cost.describe(new):
+            log.info(line)
     return any(text.startswith("refused: ") for _, text in rows)
 
 

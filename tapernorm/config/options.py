@@ -299,6 +299,7 @@ class OptimConfig:
     lr: Positive | None = meaning(
         "peak rate; null: 0.04 / sqrt(d_model), times the root of share = max_steps / 300 in a shorter run", None
     )
+    lr_scale: Positive = meaning("factor on that rate where lr is null: the same rates for models of all sizes", 1.0)
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = meaning("final over peak learning rate", 0.1)
     warmup_steps: NonNegativeInt | None = meaning("steps of linear warmup; null: 10 % of the run, at most 200", None)
     decay_steps: PositiveInt | None = meaning("step at which the cosine ends; null: trainer.max_steps", None)
@@ -354,7 +355,9 @@ class SweepConfig:
 
     name: str | None = meaning("directory under runs_dir/sweeps; null: a hash of the swept overrides", None)
     fail_fast: bool = meaning("start no further job once one has failed", False)
-    dry_run: bool = meaning("list the jobs and their states, and start nothing", False)
+    dry_run: bool = meaning("list the jobs, their states and what they will cost, and start nothing", False)
+    gpu: Literal["A100", "H100", "H200", "RTX4090"] = meaning("the GPU for which dry_run predicts hours", "H100")
+    mfu: Fraction = meaning("the share of that GPU's peak that training reaches (model FLOP utilization)", 0.3)
     swept: tuple[str, ...] = meaning("the keys that the jobs differ in, which name them; set by the sweep itself", ())
 
 

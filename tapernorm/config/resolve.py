@@ -137,7 +137,7 @@ def resolve(config: Config, vocab_size: int | None = None) -> Config:
         tokenizer=tokenizer,
         optim=replace(
             optim,
-            lr=optim.lr or math.sqrt(share) * 0.04 / math.sqrt(model.d_model),
+            lr=optim.lr or optim.lr_scale * math.sqrt(share) * 0.04 / math.sqrt(model.d_model),
             multipliers=replace(
                 multipliers,
                 embed=multipliers.embed or share**-0.75,
