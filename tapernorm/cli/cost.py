@@ -62,7 +62,7 @@ def per_token(run: Config) -> float:
 
 
 def measured_rate(run: Config) -> float:
-    """Floating-point operations per second, forward and back: two of the model's blocks and its head, on 1,024 tokens."""
+    """Floating-point operations a second, forward and back: two of the model's blocks and its head, on 1,024 tokens."""
     run = replace(run, model=replace(run.model, n_layer=min(2, run.model.n_layer)))
     model = build_model(run)
     ids = torch.randint(model.embed.num_embeddings, (math.ceil(1024 / run.model.n_ctx), run.model.n_ctx))
