@@ -39,7 +39,6 @@ def test_the_detectable_gap_is_found_as_often_as_said(n: int) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_tells_what_it_costs(preset: str, tmp_path: Path) -> None:
-    given = ["dataset.train=x.txt"] if preset.startswith("study/") else []
     # One seed instead of six: as many kinds of jobs, composed in a sixth of the time.
     command = [
         sys.executable,

@@ -271,7 +271,8 @@ def test_an_interpolation_is_one_job_whoever_names_it(launch, trainer):
 
 def test_an_experiment_can_name_its_own_sweep(launch, trainer):
     assert launch("-m", "experiment=comparators", "trainer.max_steps=20", "seed=0")[0] == 0
-    assert [config.norm.name for config, _, _ in trainer.calls] == ["baseline", "internal_taper", "dyt", "derf", "none"]
+    names = ["baseline", "internal_taper", "all_taper", "dyt", "derf", "none", "fake_ln"]
+    assert [config.norm.name for config, _, _ in trainer.calls] == names
 
 
 # ------------------------------------------------------------------------------------------------------------ repeating
