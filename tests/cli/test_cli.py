@@ -110,7 +110,10 @@ def read_summary(directory: Path) -> dict:
         (["nrom=dyt"], "unknown key 'nrom'; did you mean 'norm'?"),
         (["++new=1"], "unknown key 'new'"),
         (["experiment=gpt2/fakeln"], "unknown choice experiment=gpt2/fakeln; did you mean experiment=gpt2/fake_ln? "),
-        (["experiment=fake_ln"], "did you mean experiment=gpt2/fake_ln? experiment has chasing, comparators, gpt2/fake_ln, "),
+        (
+            ["experiment=fake_ln"],
+            "did you mean experiment=gpt2/fake_ln? experiment has chasing, comparators, gpt2/fake_ln, ",
+        ),
         (["norm=dit"], "unknown choice norm=dit; did you mean norm=dyt? norm has all_taper, baseline, derf"),
         (["experiment=smok"], "did you mean experiment=smoke?"),
         (["norm=baseline", "norm.alpha=1"], "the chosen norm has no key 'norm.alpha'; the kinds dyt, derf have it"),
