@@ -1,22 +1,11 @@
-"""Measure what norms cost in decoding with a cache, arm by arm, beside transformers' generate(); JSON and a table.
+"""How fast decoding is: `tapernorm benchmark` of the checkout that this file lies in; see --help."""
 
-Examples:
-  python scripts/benchmark_decode.py model=30m
-  python scripts/benchmark_decode.py model=1m modes=[eager] dtypes=[float32] batch_sizes=[1]
-  python scripts/benchmark_decode.py checkpoint=runs/RUN out=decode.json
-"""
+import sys
+from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tapernorm.cli.main import benchmark, launch
-from tapernorm.config.programs import BenchmarkConfig
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")
-def main(tree: DictConfig) -> None:
-    benchmark(tree)
-
+from tapernorm.cli.command import start
 
 if __name__ == "__main__":
-    launch(main, description=__doc__, schema=BenchmarkConfig)
+    start("benchmark")

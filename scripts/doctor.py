@@ -1,57 +1,11 @@
-"""What this machine has of what tapernorm needs, and a short training self-test: for when something does not work.
+"""What this machine has: `tapernorm doctor` of the checkout that this file lies in; see --help."""
 
-One line per finding: ok, warning or problem, with the remedy. Takes up to half a minute. Put the output into a bug
-report: keys, passwords and the home directory's name are left out. Exit status 0 without problems, 1 with some.
-
-Examples:
-  python scripts/doctor.py
-  python scripts/doctor.py --runs-dir /scratch/runs --json doctor.json
-"""
-
-from __future__ import annotations
-
-import argparse
-import io
-import os
-import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # perhaps tapernorm is what is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tapernorm.cli import doctor
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="as the key runs_dir (default: %(default)s)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="as the key cache_dir")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
-    given = parser.parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):  # one that lacks a character gets a question mark, not an error
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    findings = doctor.examine(
-        doctor.Options(given.runs_dir, given.cache_dir), lambda finding: print(finding, flush=True)
-    )
-    problems, warnings = (sum(finding.mark == mark for finding in findings) for mark in ("problem", "warning"))
-    print(f"{problems} problems, {warnings} warnings")
-    if given.json:
-        try:
-            given.json.write_text(doctor.as_json(findings), encoding="utf-8")
-        except OSError as error:
-            print(f"error: --json {given.json}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 1 if problems else 0
-
+from tapernorm.cli.command import start
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended politely, it leaves nothing behind either
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    start("doctor")

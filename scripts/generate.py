@@ -1,22 +1,11 @@
-"""Continue a text with a trained model, printed as it is produced.
+"""Continue a text: `tapernorm generate` of the checkout that this file lies in; see --help."""
 
-Examples:
-  python scripts/generate.py checkpoint=runs/RUN
-  python scripts/generate.py checkpoint=runs/RUN prompt='Once upon a time' samples=3 top_p=0.95 seed=7
-  python scripts/generate.py checkpoint=runs/RUN "prompt='Tim, the cat, said:'"  # with commas: quotes inside quotes
-"""
+import sys
+from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tapernorm.cli.main import generate, launch
-from tapernorm.config.programs import GenerateConfig
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="generate")
-def main(tree: DictConfig) -> None:
-    generate(tree)
-
+from tapernorm.cli.command import start
 
 if __name__ == "__main__":
-    launch(main, description=__doc__, schema=GenerateConfig)
+    start("generate")

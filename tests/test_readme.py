@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tapernorm.cli import report_command
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,9 +36,8 @@ def test_commands_compose(line: str, tmp_path: Path) -> None:
 
 
 def test_the_report_command_is_understood() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "report.py"))
     (arguments,) = (shlex.split(line)[1:] for line in LINES if line.startswith("scripts/report.py"))
-    given = script["parser"]().parse_args(arguments)
+    given = report_command.parser().parse_args(arguments)
     assert given.directories == [Path("runs/sweeps/NAME")] and given.watch == 30
 
 

@@ -22,7 +22,9 @@ from tapernorm.config.schema import ConfigError, wrong_key
 from tapernorm.runtime import dist
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+# Beside the package in a checkout, inside it where it is installed.
+CONFIGS = next(filter(Path.is_dir, (PACKAGE.parent / "configs" / "norm", PACKAGE / "configs" / "norm"))).parent
 EXTRAS = {"joblib": "joblib", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # of pyproject.toml, by launcher
 DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 WANTS_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"

@@ -5,15 +5,18 @@ docs/running.md has the table of exit codes.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from hydra.types import RunMode
@@ -21,6 +24,7 @@ from omegaconf import DictConfig
 
 from tapernorm.cli import errors, jobs, sweep
 from tapernorm.cli.composition import help_text, plain, register
+from tapernorm.cli.errors import CONFIGS
 from tapernorm.cli.replay import check_replayed
 from tapernorm.cli.resume import put
 from tapernorm.cli.run import run_single
@@ -31,21 +35,22 @@ from tapernorm.config.schema import ConfigError, leaves, validate
 from tapernorm.runtime import dist
 from tapernorm.runtime.log import to_console
 from tapernorm.runtime.signals import stopped_by_signals
+from tapernorm.runtime.typed import FACES
 
 Schema = TypeVar("Schema")
 
 
-def launch(main: Callable[[], Any], *, description: str | None, schema: type = Config) -> None:
-    """Run a function decorated by `hydra.main`; errors of composition become one line and exit status 2.
-
-    `description` is the head of --help, `schema` what the composed tree is checked against.
-    """
+def launch(name: str) -> None:
+    """Run a program of PROGRAMS with the arguments in sys.argv; errors of composition become one line and status 2."""
+    task, schema, config = PROGRAMS[name]
     for stream in (sys.stdout, sys.stderr):  # one that lacks a character gets a question mark, not an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_text(description or "", schema))
-        return
+        typed = f"{own} {name}" if (own := os.environ.get("TAPERNORM_COMMAND")) else f"python {FACES[name]}"
+        with suppress(OSError):  # stdout was closed, e.g. by head
+            print(help_text(inspect.cleandoc(task.__doc__ or "").replace("COMMAND", typed), schema), flush=True)
+        return _let_go_of_closed_streams()
     to_console("stderr" if schema is GenerateConfig else "stdout")
     register()
     multirun = {"--multirun", "-m"}
@@ -58,7 +63,7 @@ def launch(main: Callable[[], Any], *, description: str | None, schema: type = C
         with errors.in_one_line(schema), env_override({"HYDRA_FULL_ERROR": "1"}), stopped_by_signals():
             check_replayed(sys.argv)
             _join_processes(schema)
-            main()
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config)(task)()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
@@ -102,7 +107,15 @@ def _let_go_of_closed_streams() -> None:
 
 
 def train(tree: DictConfig) -> float | None:
-    """The task of train.py: one run, or one job of a sweep. Returns the final validation loss."""
+    """Train a small language model whose normalization layers can be tapered away, and watch what they do.
+
+    Every run gets its own directory with its configuration, metrics, checkpoints and log; --multirun compares runs.
+
+    Examples:
+      COMMAND experiment=smoke
+      COMMAND model=3m norm=all_taper anchor=mean_log trainer.max_steps=2000
+      COMMAND --multirun norm=baseline,internal_taper seed=0,1,2
+    """
     to_console()  # of a worker
     settings = HydraConfig.get()
     overrides = sweep.as_typed(settings.overrides.task)
@@ -118,7 +131,17 @@ def train(tree: DictConfig) -> float | None:
 
 
 def evaluate(tree: DictConfig) -> None:
-    """The task of evaluate.py."""
+    """Evaluate checkpoints: losses with errors, tails and worst documents, samples, folded models, comparisons.
+
+    Examples:
+      COMMAND checkpoint=runs/RUN
+      COMMAND checkpoint=runs/RUN fold=true save_folded=runs/RUN-folded
+      COMMAND checkpoint=runs/RUN dataset=text dataset.valid=other.txt
+      COMMAND 'checkpoint=[openai-community/gpt2,runs/RUN]' suite=gpt2
+      COMMAND checkpoint=runs/sweeps/NAME baseline=runs/sweeps/NAME/norm-baseline_seed-0
+      COMMAND 'checkpoint=[runs/A,runs/B]' 'out=a-and-b.json'
+      COMMAND 'checkpoint=runs/*-s0'
+    """
     with errors.in_one_line(EvaluateConfig):
         config = _settings(_only_validation(plain(tree)), EvaluateConfig)
         from tapernorm.analysis.evaluate import evaluate_checkpoint
@@ -127,7 +150,13 @@ def evaluate(tree: DictConfig) -> None:
 
 
 def generate(tree: DictConfig) -> None:
-    """The task of scripts/generate.py: text on standard output, remarks on standard error."""
+    """Continue a text with a trained model, printed as it is produced.
+
+    Examples:
+      COMMAND checkpoint=runs/RUN
+      COMMAND checkpoint=runs/RUN prompt='Once upon a time' samples=3 top_p=0.95 seed=7
+      COMMAND checkpoint=runs/RUN "prompt='Tim, the cat, said:'"  # with commas: quotes inside quotes
+    """
     with errors.in_one_line(GenerateConfig):
         config = _settings(plain(tree), GenerateConfig)
         from tapernorm.cli import continuation
@@ -142,7 +171,13 @@ def generate(tree: DictConfig) -> None:
 
 
 def benchmark(tree: DictConfig) -> None:
-    """The task of scripts/benchmark_decode.py."""
+    """Measure what norms cost in decoding with a cache, arm by arm, beside transformers' generate().
+
+    Examples:
+      COMMAND model=30m
+      COMMAND model=1m modes=[eager] dtypes=[float32] batch_sizes=[1]
+      COMMAND checkpoint=runs/RUN out=decode.json
+    """
     with errors.in_one_line(BenchmarkConfig):
         config = _settings(plain(tree), BenchmarkConfig)
         shape = [item for item in HydraConfig.get().overrides.task if item.startswith("model")]
@@ -154,7 +189,12 @@ def benchmark(tree: DictConfig) -> None:
 
 
 def export_hf(tree: DictConfig) -> None:
-    """The task of scripts/export_hf.py."""
+    """Write a checkpoint as a model that transformers loads: norm-free with its own code, or as GPT-2 or Llama.
+
+    Examples:
+      COMMAND checkpoint=runs/RUN out=exported/RUN
+      COMMAND checkpoint=runs/RUN out=exported/RUN format=gpt2
+    """
     with errors.in_one_line(ExportConfig):
         config = _settings(plain(tree), ExportConfig)
         from tapernorm.interop import export
@@ -180,3 +220,13 @@ def _only_validation(tree: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{where} is missing: name the text to evaluate on, as in {where}=...")
             put(tree, key, values[f"{section}.valid"])
     return tree
+
+
+# What each program of `command.PROGRAMS` does with the composed tree, its keys, and its file in configs/.
+PROGRAMS: dict[str, tuple[Callable[[DictConfig], Any], type, str]] = {
+    "train": (train, Config, "train"),
+    "evaluate": (evaluate, EvaluateConfig, "evaluate"),
+    "generate": (generate, GenerateConfig, "generate"),
+    "export": (export_hf, ExportConfig, "export_hf"),
+    "benchmark": (benchmark, BenchmarkConfig, "benchmark"),
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -16,7 +15,7 @@ from tapernorm.cli.errors import CONFIGS
 from tapernorm.config.schema import ConfigError
 
 
-def check_replayed(argv: Sequence[str]) -> None:
+def check_replayed(argv: list[str]) -> None:
     """Refuse a configuration from elsewhere (--config-path) that could do more than set this program's keys.
 
     Hydra imports and calls what `hydra.callbacks`, `hydra.launcher` or logging settings name, sets the environment by
@@ -27,7 +26,11 @@ def check_replayed(argv: Sequence[str]) -> None:
     given = get_args_parser().parse_args(argv[1:])
     if given.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun opens a pickle, which can execute code; use --config-path RUN/.hydra")
-    directory = CONFIGS if given.config_path is None else Path(argv[0]).parent.resolve() / given.config_path
+    directory = CONFIGS
+    if given.config_path is not None:  # from here, or as Hydra has it from the program's folder
+        beside = Path(argv[0]).parent.resolve() / given.config_path
+        directory = here if (here := Path(given.config_path).absolute()).is_dir() else beside
+        argv.append(f"--config-path={directory}")  # the last one counts: what is checked is what Hydra reads
     if not directory.is_dir():  # Hydra would also look into packages, and import them
         raise ConfigError(f"--config-path {given.config_path}: no such directory ({directory})")
     name = given.config_name

@@ -27,6 +27,7 @@ from tapernorm.runtime.log import InUse, append_log, open_log, quiet
 from tapernorm.runtime.record import Tree, load_summary, write_summary
 from tapernorm.runtime.saved import Saved
 from tapernorm.runtime.signals import Stopped
+from tapernorm.runtime.typed import line
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
             unclaim(start.directory)
         raise
     except KeyboardInterrupt:
-        print(f"interrupted; to go on: python train.py resume={start.directory}", flush=True)
+        log.info(f"interrupted; to go on: {line('train', resume=start.directory)}")
         raise
     file = start.directory / "run.log"
     if summary["status"] == "failed":

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
-import shlex
 import shutil
 import time
-from pathlib import Path
 
 import torch
 
@@ -18,6 +14,7 @@ from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
+from tapernorm.runtime.typed import line
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.dynamics import worst_mismatch
 from tapernorm.training.state import TrainingRun
@@ -112,7 +109,7 @@ def conclude(run: TrainingRun) -> None:
     if run.config.report and (run.directory / REPORT_FILE).exists():
         log.info(f"charts: {run.directory / REPORT_FILE}")
     log.info("to evaluate it:")
-    log.info(evaluate_command(run.directory))
+    log.info(line("evaluate", checkpoint=run.directory))
 
 
 def write_samples(run: TrainingRun) -> None:
@@ -134,12 +131,3 @@ def write_samples(run: TrainingRun) -> None:
             log.warning(f"{file} cannot be written: {error.strerror}")
     for number, text in enumerate(texts, 1):
         log.info(f"sample {number}: {' '.join(text.split())}")
-
-
-def evaluate_command(directory: Path) -> str:
-    """The shell command that evaluates a run, from the current directory."""
-    script = os.path.relpath(Path(__file__).resolve().parents[2] / "evaluate.py")
-    value = str(directory)
-    if not re.fullmatch(r"[\w./+-]+", value, flags=re.ASCII):  # Hydra's grammar wants quotes of its own
-        value = "'" + value.replace("'", "\\'") + "'"
-    return f"python {shlex.quote(script)} {shlex.quote(f'checkpoint={value}')}"

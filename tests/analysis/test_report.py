@@ -9,7 +9,6 @@ import math
 import os
 import random
 import re
-import runpy
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import pytest
 
 from tapernorm.analysis import charts, compare, page, report, runs, tables
 from tapernorm.analysis.compare import Comparison
-from tapernorm.cli import jobs, run
+from tapernorm.cli import jobs, report_command, run
 from tapernorm.cli.resume import Start
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
@@ -528,15 +527,12 @@ def test_a_sweeps_report_that_cannot_be_written_is_one_line(tmp_path: Path, caps
     assert out.startswith("warning: no report (ConfigError") and out.count("\n") == 1
 
 
-SCRIPT = runpy.run_path(str(REPO / "scripts" / "report.py"))
-
-
 def test_the_script_writes_beside_the_runs_or_where_it_is_told(
     three_seeds: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    SCRIPT["main"]([str(three_seeds)])
+    report_command.main([str(three_seeds)])
     assert capsys.readouterr().out == f"{three_seeds / 'report.html'}\n"
-    SCRIPT["main"]([str(three_seeds / "base-0"), str(three_seeds / "free-0"), "--out", str(three_seeds / "two")])
+    report_command.main([str(three_seeds / "base-0"), str(three_seeds / "free-0"), "--out", str(three_seeds / "two")])
     with (three_seeds / "two" / "report.csv").open() as file:
         assert [line["run"] for line in csv.DictReader(file)] == ["base-0", "free-0"]
 
@@ -545,7 +541,7 @@ def test_the_script_writes_beside_the_runs_or_where_it_is_told(
 def test_the_scripts_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit) as stop:
-        SCRIPT["main"]([str(tmp_path / what)])
+        report_command.main([str(tmp_path / what)])
     captured = capsys.readouterr()
     assert stop.value.code == 2 and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
@@ -564,7 +560,7 @@ def test_watching_writes_again_when_something_was_logged(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", sleep)
-    SCRIPT["main"]([str(tmp_path), "--watch", "5"])
+    report_command.main([str(tmp_path), "--watch", "5"])
     assert naps == [5.0] * 4 and capsys.readouterr().out.count("report.html") == 2
 
 

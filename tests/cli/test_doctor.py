@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tapernorm.cli import doctor, findings, machine
+from tapernorm.cli import doctor, doctor_command, findings, machine
 from tapernorm.cli.findings import Check, Options
 from tests.test_security import MARKERS, SECRETS
 
@@ -110,7 +109,7 @@ def test_interrupted_it_ends_at_once_and_leaves_nothing_behind(tmp_path: Path, n
 def test_the_exit_status_and_a_file_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main = runpy.run_path(SCRIPT)["main"]
+    main = doctor_command.examine
     found = [findings.ok("a", "b"), findings.warning("a", "b", "c")]
     monkeypatch.setattr(doctor, "examine", lambda options, show: found)
     assert main([]) == 0
