@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import resource
 import runpy
 import shutil
@@ -159,7 +160,7 @@ def test_a_second_ctrl_c_stops_at_once(train: Command, monkeypatch: pytest.Monke
 
     at_step(monkeypatch, 8, twice)
     status, out, _ = train("run_dir=run")
-    assert status == 130 and "to go on: python train.py resume=" in out
+    assert status == 130 and re.search(r"to go on: python \S*train\.py resume=\S+/run$", out, re.M)
     assert summary_of(Path("run"))["status"] == "interrupted"
     assert checkpoints.step_of(checkpoints.find(Path("run"))) == 5
 

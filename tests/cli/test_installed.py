@@ -42,10 +42,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder).returncode == 0
     python = folder / "venv" / "bin" / "python"
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"])
     (wheel,) = folder.glob("*.whl")
     done = run([*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
     assert done.returncode == 0, done.stderr
+    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"])
     return python.parent
 
 
