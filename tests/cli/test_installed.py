@@ -35,7 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / "source" / name)
     pip = [sys.executable, "-m", "pip"]
-    built = run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")], folder)
+    built = run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")], folder, PYTHONPATH="")
     if built.returncode and "setuptools" in built.stderr:
         pytest.skip("no network to fetch the build backend from")
     assert built.returncode == 0, built.stderr
@@ -43,7 +43,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (wheel,) = folder.glob("*.whl")
-    done = run([*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], folder)
+    done = run(
+        [*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], folder, PYTHONPATH=""
+    )
     assert done.returncode == 0, done.stderr
     (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"])
     return python.parent
