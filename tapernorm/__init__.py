@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tapernorm.cli.api import Run, RunFailed, compose, load, report, sweep, train
+    from tapernorm.config.schema import ConfigError
     from tapernorm.conversion.convert import convert
 
-__all__ = ["__version__", "convert", "git_revision"]
+_LAZY = {  # not before they are asked for: torch takes a second
+    "convert": "tapernorm.conversion.convert",
+    "ConfigError": "tapernorm.config.schema",
+    **dict.fromkeys(("Run", "RunFailed", "compose", "load", "report", "sweep", "train"), "tapernorm.cli.api"),
+}
+__all__ = [
+    "ConfigError",
+    "Run",
+    "RunFailed",
+    "__version__",
+    "compose",
+    "convert",
+    "git_revision",
+    "load",
+    "report",
+    "sweep",
+    "train",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name != "convert":
+    if name not in _LAZY:
         raise AttributeError(f"module 'tapernorm' has no attribute {name!r}")
-    from tapernorm.conversion.convert import convert  # not before it is asked for: torch takes a second
-
-    return convert
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 @cache

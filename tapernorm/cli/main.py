@@ -27,7 +27,7 @@ from tapernorm.cli.composition import help_text, plain, register
 from tapernorm.cli.errors import CONFIGS
 from tapernorm.cli.replay import check_replayed
 from tapernorm.cli.resume import put
-from tapernorm.cli.run import run_single
+from tapernorm.cli.run import RunFailed, run_single
 from tapernorm.config.options import Config
 from tapernorm.config.paths import DATASET, absolute_paths
 from tapernorm.config.programs import BenchmarkConfig, EvaluateConfig, ExportConfig, GenerateConfig
@@ -126,7 +126,10 @@ def train(tree: DictConfig) -> float | None:
         elif composed.get("sweep", {}).get("dry_run"):
             raise ConfigError("sweep.dry_run=true lists the jobs of a sweep: add --multirun")
         else:
-            summary = run_single(composed, overrides=overrides)
+            try:
+                _, summary = run_single(composed, overrides=overrides)
+            except RunFailed as error:
+                errors.stop(str(error), status=1)
     return summary.get("val_loss")
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tapernorm import git_revision
-from tapernorm.cli.errors import in_words, stop
+from tapernorm.cli.errors import in_words
 from tapernorm.cli.resume import Start, find_start, unclaim
 from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.runtime import dist
@@ -35,12 +35,19 @@ MAY_DIVERGE = ("dyt", "derf", "none")  # a divergence of these is a result to re
 BEFORE = "summary.json.before"  # the results of a run that is being made longer, until there are new ones
 
 
-def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
-    """One run outside a sweep. Raises ConfigError before anything is written, SystemExit(1) if the run failed."""
+class RunFailed(Exception):
+    """A run that began has failed, or has diverged with norms that should not; the reason, and where more of it is."""
+
+
+def run_single(composed: Tree, *, overrides: Sequence[str]) -> tuple[Path, Tree]:
+    """One run outside a sweep: its directory and its summary.
+
+    Raises ConfigError before anything is written, RunFailed afterwards.
+    """
     start = dist.decide(lambda: find_start(composed, overrides))
     if isinstance(start, Saved):
-        print(f"{start.directory} has {start.status}; nothing to do (a larger trainer.max_steps goes on)")
-        return start.summary or {}
+        log.info(f"{start.directory} has {start.status}; nothing to do (a larger trainer.max_steps goes on)")
+        return start.directory, start.summary or {}
     try:
         summary = execute(start, overrides=overrides) if dist.leads() else follow(start)
     except InUse:  # another start took the directory between our claim and our lock
@@ -55,12 +62,12 @@ def run_single(composed: Tree, *, overrides: Sequence[str]) -> Tree:
     file = start.directory / "run.log"
     if summary["status"] == "failed":
         where = f" (traceback in {file})" if file.exists() else ""
-        stop(f"{summary['error']}{where}", status=1)
+        raise RunFailed(f"{summary['error']}{where}")
     if summary["status"] == "diverged":
         if start.config.norm.kind not in MAY_DIVERGE:
-            stop(f"{summary['error']} (log in {file})", status=1)
-        print(f"diverged, which is this norm's result: {summary['error']}", flush=True)
-    return summary
+            raise RunFailed(f"{summary['error']} (log in {file})")
+        log.info(f"diverged, which is this norm's result: {summary['error']}")
+    return start.directory, summary
 
 
 def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
