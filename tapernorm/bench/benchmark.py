@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tapernorm import git_revision
 from tapernorm.bench.decode import WARM_STEPS, Arms, Decoding, build_arms, load_base, operators, place, streamed_bytes
 from tapernorm.bench.timing import Ratio, copy_bandwidth, interleave, ratio, seconds
 from tapernorm.config.programs import BenchmarkConfig
@@ -35,6 +34,7 @@ from tapernorm.model.generate import generate
 from tapernorm.model.hf import to_stock
 from tapernorm.runtime.device import keep_freed_memory, pick_device
 from tapernorm.runtime.progress import clock
+from tapernorm.runtime.revision import git_revision
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tapernorm import __version__, git_revision
+from tapernorm.runtime.revision import __version__, git_revision
 from tapernorm.runtime.typed import command
 
 # What each program is, in the list that `tapernorm --help` prints.

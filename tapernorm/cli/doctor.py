@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tapernorm import __version__, git_revision
 from tapernorm.cli import machine
 from tapernorm.cli.findings import (
     Check,
@@ -33,6 +32,7 @@ from tapernorm.cli.findings import (
     warning,
 )
 from tapernorm.cli.machine import INSTALL
+from tapernorm.runtime.revision import __version__, git_revision
 
 COMPILE_SECONDS, TRAIN_SECONDS = 26.0, 26.0  # they start at once
 

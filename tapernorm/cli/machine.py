@@ -15,8 +15,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from tapernorm import __version__, git_revision
 from tapernorm.cli.findings import ROOT, Finding, Options, in_child, ok, ok_if, problem, warning
+from tapernorm.runtime.revision import __version__, git_revision
 
 GIB = 2**30
 INSTALL = "pip install -c constraints.txt -e ."

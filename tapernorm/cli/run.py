@@ -18,13 +18,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tapernorm import git_revision
 from tapernorm.cli.errors import in_words
 from tapernorm.cli.resume import Start, find_start, unclaim
 from tapernorm.config.schema import ConfigError, to_dict, write_yaml
 from tapernorm.runtime import dist
 from tapernorm.runtime.log import InUse, append_log, open_log, quiet
 from tapernorm.runtime.record import Tree, load_summary, write_summary
+from tapernorm.runtime.revision import git_revision
 from tapernorm.runtime.saved import Saved
 from tapernorm.runtime.signals import Stopped
 from tapernorm.runtime.typed import line

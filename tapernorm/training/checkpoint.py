@@ -29,12 +29,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapernorm import git_revision
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
 from tapernorm.config.schema import ConfigError, read_yaml, to_dict, write_yaml
 from tapernorm.method.gate import GateSchedule
 from tapernorm.model.decoder import Decoder
+from tapernorm.runtime.revision import git_revision
 
 if TYPE_CHECKING:
     from tapernorm.data.tokenizer import Tokenizer
