@@ -1,14 +1,17 @@
-"""Local files of documents: .txt, .jsonl, .jsonl.zst and .parquet, found, told apart, hashed and read."""
+"""Local files of documents: text, JSON lines and CSV, each also compressed, and parquet: found, hashed and read."""
 
 from __future__ import annotations
 
 import codecs
 import collections
+import csv
 import glob
+import gzip
 import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +21,23 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import END_OF_TEXT
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".txt")  # a local copy that has several uses the first
+log = logging.getLogger(__name__)
+csv.field_size_limit(1 << 30)  # a document is longer than the usual 128 kB
+
+# A local copy that has several uses the first.
+SUFFIXES = (".parquet", *(kind + packed for kind in (".jsonl", ".csv", ".txt") for packed in ("", ".zst", ".gz")))
+ABOUT = re.compile(r"(LICEN[CS]E|README|NOTICE|COPYING)\b", flags=re.IGNORECASE)  # of a folder's files, no documents
+NAMES = ", ".join(SUFFIXES)
+MAGIC = {  # what a file begins with that is not what its name says
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "parquet",
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 SPLIT_NAMES = {"train": "train", "valid": "val|valid|validation|dev", "test": "test"}
 
 
@@ -61,9 +80,11 @@ def find_files(key: str, value: str | tuple[str, ...]) -> list[Path]:
         path = Path(item).expanduser()
         problem = f"no such file, folder or match, looked from {Path.cwd()}"
         if path.is_dir():
-            paths = [file for file in _files_in(path) if _suffix(file) in SUFFIXES]
-            problem = f"the folder has no {', '.join(SUFFIXES)} file"
+            paths = _files_in(path, f"{key}={item}")
+            problem = f"the folder has no {NAMES} file"
         elif path.exists():
+            if not path.is_file():
+                raise ConfigError(f"{key}={item} is neither a file nor a folder")
             paths = [path]
         else:
             paths = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207
@@ -83,7 +104,7 @@ def find_splits(path: Path, where: str) -> dict[str, list[Path]]:
     if path.is_file():
         _check_suffix(path, where)
         return {"train": [path], "valid": []}
-    found = _files_in(path)
+    found = _files_in(path, where)
     candidates = []
     for suffix in SUFFIXES:
         named: dict[str | None, list[Path]] = collections.defaultdict(list)
@@ -93,20 +114,37 @@ def find_splits(path: Path, where: str) -> dict[str, list[Path]]:
         candidates.append({"train": named["train"] or named[None], "valid": named["valid"]})
     best = max(candidates, key=lambda files: sum(map(bool, files.values())))
     if not any(best.values()):
-        names = ", ".join(str(file.relative_to(path)) for file in found[:8]) or "nothing"
-        raise ConfigError(
-            f"{where} needs files named *train* and *valid*, both {', '.join(SUFFIXES)}; the folder has {names}"
-        )
+        names = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} needs files named *train* and *valid*, both {NAMES}; the folder has {names}")
     return best
 
 
 def _check_suffix(path: Path, where: str) -> None:
     if _suffix(path) not in SUFFIXES:
-        raise ConfigError(f"{where} is none of {', '.join(SUFFIXES)}; rename or convert it")
+        raise ConfigError(f"{where} is none of {NAMES}; rename or convert it")
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def _files_in(folder: Path, where: str) -> list[Path]:
+    """Files of documents in a folder and those below it, linked ones too; says what else there is.
+
+    Hidden ones, which systems leave there, and what unpacking on a Mac adds are no files of the user's.
+    """
+    found: list[Path] = []
+    others: list[Path] = []
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__MACOSX"]
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            wanted = _suffix(path) in SUFFIXES and not ABOUT.match(path.name) and path.is_file()
+            (found if wanted else others).append(path)
+    if others:
+        some = ", ".join(sorted(str(path.relative_to(folder)) for path in others)[:5]) + ", ..." * (len(others) > 5)
+        log.info(f"{where}: {len(others)} other files are not read: {some}")
+    return sorted(found)
 
 
 def _split_of(path: Path) -> str | None:
@@ -119,7 +157,7 @@ def _split_of(path: Path) -> str | None:
 
 
 def _suffix(path: Path) -> str:
-    return "".join(path.suffixes[-2:]) if path.suffix == ".zst" else path.suffix
+    return "".join(path.suffixes[-2:]) if path.suffix in (".zst", ".gz") else path.suffix
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -127,9 +165,12 @@ def _suffix(path: Path) -> str:
 
 def read_files(paths: list[Path], field: str, key: str) -> Iterator[Raw]:
     """Documents of the files, one at a time. key: where the name of the column stands, `field`, for messages."""
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".jsonl.zst": _read_jsonl, ".parquet": _read_parquet}
+    readers = {"txt": _read_txt, "jsonl": _read_jsonl, "csv": _read_csv, "parquet": _read_parquet}
     for path in paths:
-        yield from readers[_suffix(path)](path, field, key)
+        try:
+            yield from readers[_suffix(path).split(".")[1]](path, field, key)
+        except (EOFError, OSError) as error:  # such as a compressed file that is cut short
+            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def no_column(field: str, names: Iterable[str], where: str, key: str) -> ConfigError:
@@ -156,35 +197,53 @@ def _decode(data: bytes, file: Path, first: int) -> Raw:
 
 
 def _read_txt(path: Path, field: str, key: str) -> Iterator[Raw]:
-    """Documents between lines `<|endoftext|>`; in a file without such a line every line is one."""
+    """Documents between the marks `<|endoftext|>`, wherever these stand; in a file without one every line is one."""
     separator = END_OF_TEXT.encode()
-    with path.open("rb") as file:
-        mark = file.read(3)
-        if mark[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise ConfigError(f"{path} is UTF-16; save it as UTF-8")
-        start = len(mark) if mark == codecs.BOM_UTF8 else 0  # the mark is no text
-        file.seek(start)
-        separated = any(line.strip() == separator for line in file)
-        file.seek(start)
+    with _open(path) as file:
+        separated = any(separator in line for line in file)
+    with _open(path) as file:
         document: list[bytes] = []
         first = 1
         for number, line in enumerate(file, 1):
-            ends = line.strip() == separator
-            if not ends:
-                document.append(line)
-            if ends or not separated:
-                yield _decode(b"".join(document), path, first)
-                document, first = [], number + 1
-        if b"".join(document).strip():  # the last separator may be missing
+            *ended, rest = line.split(separator) if separated else (line, b"")
+            for part in ended:
+                yield _decode(b"".join([*document, part]), path, first)
+                document, first = [], number if separated else number + 1
+            document.append(rest)
+        if b"".join(document).strip():  # the last mark may be missing
             yield _decode(b"".join(document), path, first)
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.suffix != ".zst":
-        return path.open("rb")
-    import pyarrow as pa
+    """The file, unpacked, after its byte order mark. Raises ConfigError for what is not text in UTF-8."""
+    if path.suffix == ".zst":
+        import pyarrow as pa
 
-    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+        file = cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+    else:
+        file = cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb"))  # noqa: SIM115
+    start = cast(io.BufferedReader, file).peek(4)[:4]
+    for magic, name in MAGIC.items():
+        if start.startswith(magic):
+            file.close()
+            remedy = "save it as UTF-8" if name.startswith("UTF") else f"give it the name that says so: {NAMES}"
+            raise ConfigError(f"{path} is {name}; {remedy}")
+    if start.startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
+    return file
+
+
+def _read_csv(path: Path, field: str, key: str) -> Iterator[Raw]:
+    """One column of a table whose first row names them."""
+    with _open(path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline=""))
+        if field not in (rows.fieldnames or ()):
+            raise no_column(field, rows.fieldnames or (), str(path), key)
+        try:
+            for row in rows:
+                yield _decode((row[field] or "").encode(errors="surrogateescape"), path, rows.line_num)
+        except csv.Error as error:
+            raise ConfigError(f"{path} line {rows.line_num}: {error}") from None
 
 
 def _read_jsonl(path: Path, field: str, key: str) -> Iterator[Raw]:
@@ -192,13 +251,17 @@ def _read_jsonl(path: Path, field: str, key: str) -> Iterator[Raw]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            text, bad = _decode(line.removeprefix(codecs.BOM_UTF8), path, number)
+            text, bad = _decode(line, path, number)
             where = f"{path} line {number}"
             try:
-                value = json.loads(text)[field]
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(f"{where} is not a JSON object with a field '{field}'; see {key}") from None
-            yield Raw(text_of(value, field, where, key), bad)
+                row = json.loads(text)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where} is not a JSON object with a field '{field}'; see {key}")
+            if field not in row:
+                raise no_column(field, row, where, key)
+            yield Raw(text_of(row[field], field, where, key), bad)
 
 
 def _read_parquet(path: Path, field: str, key: str) -> Iterator[Raw]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import gzip
+import io
 import itertools
 import json
 import os
@@ -10,12 +13,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build
@@ -307,12 +312,141 @@ def write_any(path: Path, stories: list[str]) -> None:
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
-    stories = [f"Story {number}.\nIt has two lines and a {SEPARATOR} in it." for number in range(40)]
+    inside = "mark" if suffix == ".txt" else SEPARATOR  # which ends a document in plain text alone
+    stories = [f"Story {number}.\nIt has two lines and a {inside} in it." for number in range(40)]
     path = tmp_path / f"stories{suffix}"
     write_any(path, stories)
     prepared = prepare(text_config(tmp_path / "c", path, held_out=0.25))
     assert sorted(both_splits(prepared)) == sorted(stories)
     assert 2 <= prepared.valid.n_documents <= 20
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [f"{before}{SEPARATOR}{after}" for before in ("", "\n", "\n\u00a0", "\n\ufeff") for after in ("", "\n", " \r\n")],
+)
+def test_P37_a_mark_ends_a_document_wherever_it_stands(tmp_path: Path, mark: str) -> None:
+    stories = [f"Tom had {number} balls.\nThey were red." for number in range(200)]
+    path = tmp_path / "stories.txt"
+    for last in ("", mark):
+        path.write_text(mark.join(stories) + last, encoding="utf-8")
+        prepared = prepare(text_config(tmp_path / f"c{len(last)}", path, held_out=0.1))
+        assert sorted(both_splits(prepared)) == sorted(stories)
+        assert prepared.report["train"]["dropped_empty"] == 0
+
+
+def test_P37_lines_of_damage_are_right_beside_marks(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.write_bytes(f"One.{SEPARATOR}Two.\n".encode() + b"Fo\xfcr.\n" + f"{SEPARATOR}\n".encode() + b"\nSi\xe9.\n")
+    prepared = prepare(text_config(tmp_path / "c", path, held_out=1e-9))
+    assert [bad["line"] for bad in prepared.report["train"]["bad_bytes"]] == [2, 5]
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl.gz", ".csv", ".csv.gz", ".jsonl.zst", ".txt.zst"])
+def test_P38_packed_files_and_tables_are_read(tmp_path: Path, suffix: str) -> None:
+    stories = [f'Story "{number}",\nover two lines.' for number in range(40)]
+    kind, packed = suffix.removesuffix(".gz").removesuffix(".zst"), suffix.rpartition(".")[2]
+    text = io.StringIO()
+    if kind == ".csv":
+        csv.writer(text).writerows([("id", "text"), *enumerate(stories)])
+    elif kind == ".jsonl":
+        text.write("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    else:
+        text.write(SEPARATOR.join(stories))
+    raw = text.getvalue().encode()
+    path = tmp_path / f"stories{suffix}"
+    path.write_bytes({"gz": gzip.compress, "zst": zstandard.compress}.get(packed, bytes)(raw))
+    assert sorted(both_splits(prepare(text_config(tmp_path / "c", path, held_out=0.25)))) == sorted(stories)
+    with (
+        pytest.raises(ConfigError, match=r"no column 'story', it has (id, )?text") if kind != ".txt" else nullcontext()
+    ):
+        prepare(text_config(tmp_path / "d", path, field="story"))
+    if packed == "gz":
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(ConfigError, match=r"stories.*\.gz cannot be read: .*ended before") as caught:
+            prepare(text_config(tmp_path / "e", path))
+        assert "\n" not in str(caught.value)
+
+
+def test_P38_what_is_no_document_of_a_folder_is_left_out_and_said(tmp_path: Path, said: list[str]) -> None:
+    folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for name in ("stories.txt", "._stories.txt", "__MACOSX/a.txt", ".ipynb_checkpoints/b.txt", "LICENSE.txt", "x.doc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"from {name}\n")
+    elsewhere.mkdir()
+    (elsewhere / "c.txt").write_text("from a linked folder\n")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "linked" / "round").symlink_to(folder)
+    prepared = prepare(text_config(tmp_path / "c", folder, held_out=1e-9))
+    assert sorted(both_splits(prepared)) == ["from a linked folder", "from stories.txt"]
+    assert any(line.endswith(": 2 other files are not read: LICENSE.txt, x.doc") for line in said), said
+    (folder / "stories.txt").unlink()
+    for kind in ("text", "hub"):
+        keys = {"train": str(folder)} if kind == "text" else {"path": str(folder)}
+        assert prepare(config_for(tmp_path / kind, {"kind": kind, **keys, "held_out": 0.5})).train is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", gzip.compress(b"text"), r"a\.txt is gzip; give it the name that says so"),
+        ("a.jsonl", zstandard.compress(b"{}"), r"a\.jsonl is zstandard"),
+        ("a.txt", b"PK\x03\x04rest", r"a\.txt is a zip archive"),
+        ("a.txt", "one".encode("utf-32"), r"a\.txt is UTF-32; save it as UTF-8"),
+        ("a.txt.gz", gzip.compress("one".encode("utf-16")), r"a\.txt\.gz is UTF-16; save it as UTF-8"),
+        ("a.txt.gz", b"plain", r"a\.txt\.gz cannot be read: Not a gzipped file"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl line 1 is not a JSON object"),
+        ("a.jsonl", b'["text"]\n', r"a\.jsonl line 1 is not a JSON object with a field 'text'"),
+        ("a.jsonl", b'{"body": 1, "id": 2}\n', r"a\.jsonl line 1 has no column 'text', it has body, id"),
+        ("a.csv", b"", r"a\.csv has no column 'text', it has ; see dataset\.field|a\.csv has no column"),
+    ],
+)
+def test_P39_what_a_file_is_not_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        prepare(text_config(tmp_path / "c", tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "valid.bin", "tokenizer.json"])
+@pytest.mark.parametrize("fault", ["zeros", "one bit", "swapped"])
+def test_P41_prepared_data_damaged_at_the_right_size_are_made_anew(
+    tmp_path: Path, file: str, fault: str, said: list[str]
+) -> None:
+    first = prepare(config_for(tmp_path, tokenizer={"kind": "bpe", "vocab_size": 300}))
+    good = (first.entry / file).read_bytes()
+    middle = len(good) // 2
+    (first.entry / file).write_bytes(
+        {
+            "zeros": good[: middle - 200] + bytes(200) + good[middle:],
+            "one bit": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
+            "swapped": good[middle:] + good[:middle],
+        }[fault]
+    )
+    prepare(config_for(tmp_path, tokenizer={"kind": "bpe", "vocab_size": 300}))
+    assert f"is damaged ({file} is not as it was written); preparing it again" in said[-2]
+    assert (first.entry / file).read_bytes() == good
+
+
+def test_P41_large_files_are_checked_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "BLOCK", 1 << 10)
+    path = tmp_path / "train.bin"
+    path.write_bytes(os.urandom(cache.BLOCKS * cache.BLOCK * 4))
+    before = cache.checksum(path)
+    assert cache.checksum(path) == before
+    with path.open("r+b") as stream:  # 8,000 bytes span more than the gap between two samples
+        stream.seek(123_456)
+        stream.write(bytes(8_000))
+    assert cache.checksum(path) != before
+
+
+@pytest.mark.timeout(20)
+def test_P39_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"dataset\.train=.*pipe\.txt is neither a file nor a folder"):
+        prepare(text_config(tmp_path / "c", tmp_path / "pipe.txt"))
+    with pytest.raises(ConfigError, match="the folder has no"):
+        prepare(text_config(tmp_path / "c", tmp_path))
 
 
 def test_held_out_stories_stay_the_same_when_others_are_added(tmp_path: Path) -> None:
@@ -355,12 +489,12 @@ def test_missing_paths_name_key_and_path(tmp_path: Path, key: str) -> None:
 def test_wrong_columns_and_suffixes_are_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", ["story"], column="story")
     (tmp_path / "b.jsonl").write_text('{"story": "x"}\n')
-    (tmp_path / "c.csv").write_text("x\n")
+    (tmp_path / "c.doc").write_text("x\n")
     (tmp_path / "d.parquet").write_text("no parquet")
     expected = {
         "a.parquet": r"no column 'text', it has number, story; see dataset\.field",
-        "b.jsonl": r"b\.jsonl line 1 is not a JSON object with a field 'text'",
-        "c.csv": r"dataset\.train: .*c\.csv is none of",
+        "b.jsonl": r"b\.jsonl line 1 has no column 'text', it has story; see dataset\.field",
+        "c.doc": r"dataset\.train: .*c\.doc is none of",
         "d.parquet": r"d\.parquet is not a readable parquet file",
     }
     for name, message in expected.items():

@@ -28,10 +28,6 @@ from tests.training.test_training import run
 BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def brute_force(tokens: np.ndarray, n_ctx: int, allowed: np.ndarray) -> list[int]:
     count = (len(tokens) - 1) // n_ctx
     return [w for w in range(count) if all(allowed[t] for t in tokens[w * n_ctx : w * n_ctx + n_ctx + 1].tolist())]
@@ -122,7 +118,7 @@ def filtered(tmp_path: Path, n_ctx: int = 16, tokenizer: dict[str, Any] | None =
 def test_the_filter_of_a_data_set_is_that_of_a_search(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
     prepared = prepare(config)
-    plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["reference"]}), silent)
+    plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["reference"]}))
     allowed = np.zeros(257, dtype=bool)
     allowed[np.unique(plain.train.tokens)] = True
     assert not allowed[ord("@")] and not allowed[ord("~")] and allowed[ord("#")] and allowed[256]
@@ -137,14 +133,14 @@ def test_the_filter_of_a_data_set_is_that_of_a_search(tmp_path: Path, said: list
     assert found["ids"] == allowed.sum() and found["reference"] == "reference" and found["n_ctx"] == 16
     assert found["reference_documents"] == plain.train.n_documents
     # Evaluation, which encodes the validation split alone, comes to the same windows.
-    valid = prepare_valid(config, prepared.tokenizer, silent)
+    valid = prepare_valid(config, prepared.tokenizer)
     assert np.array_equal(valid.windows(16), prepared.valid.windows(16))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokenizer", [{"kind": "bytes"}, {"kind": "bpe", "vocab_size": 300}])
 def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, tokenizer: dict[str, Any]) -> None:
     config = filtered(tmp_path, tokenizer=tokenizer)
-    from_documents = prepare(config, silent)
+    from_documents = prepare(config)
     assert from_documents.ids is not None
     first = np.load(from_documents.ids / data.IDS, allow_pickle=False)
     assert first.shape == (from_documents.tokenizer.n_vocab,) and first.dtype == bool
@@ -153,8 +149,8 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
         file.unlink()
     from_documents.ids.rmdir()
     # Now training on the reference has left its tokens; with a tokenizer of its own (bpe) they are of no use.
-    prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["reference"]}), silent)
-    again = prepare(config, silent)
+    prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["reference"]}))
+    again = prepare(config)
     assert again.ids == from_documents.ids and again.key == from_documents.key
     assert np.array_equal(np.load(again.ids / data.IDS), first)  # type: ignore[operator]
     other = json.loads((again.ids / cache.REPORT).read_text())  # type: ignore[operator]
@@ -163,7 +159,8 @@ def test_ids_are_the_same_from_the_cache_and_from_the_documents(tmp_path: Path, 
 
 def test_source_and_filter_share_one_entry_and_are_reused(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
-    first = prepare(config, silent)
+    first = prepare(config)
+    said.clear()
     plain = prepare(build({**to_dict(config), "dataset": to_dict(config)["dataset"]["source"]}))
     assert plain.entry == first.entry and "reused" in said[0] and plain.train.windows(16) is None
     assert first.key.startswith(f"{plain.key}+")
@@ -172,14 +169,14 @@ def test_source_and_filter_share_one_entry_and_are_reused(tmp_path: Path, said: 
     again = reuse(config, first.key)
     assert again is not None and again.key == first.key and again.report == first.report
     assert np.array_equal(again.train.windows(16), first.train.windows(16))  # type: ignore[arg-type]
-    assert reuse(config, plain.key + "+0123", silent) is None
+    assert reuse(config, plain.key + "+0123") is None
 
 
 def test_another_reference_or_a_damaged_table_is_noticed(tmp_path: Path, said: list[str]) -> None:
     config = filtered(tmp_path)
-    first = prepare(config, silent)
+    first = prepare(config)
     assert first.ids is not None
-    smaller = prepare(filtered(tmp_path, max_stories=2), silent)
+    smaller = prepare(filtered(tmp_path, max_stories=2))
     assert smaller.key != first.key and smaller.entry == first.entry
     assert smaller.report["filter"]["ids"] < first.report["filter"]["ids"]
     (first.ids / data.IDS).write_bytes(b"broken")
@@ -190,7 +187,7 @@ def test_another_reference_or_a_damaged_table_is_noticed(tmp_path: Path, said: l
 def test_faults_of_a_filter_are_one_line(tmp_path: Path) -> None:
     config = filtered(tmp_path)
     write_any(tmp_path / "reference" / "all.jsonl", ["zzz"])
-    prepared = prepare(config, silent)
+    prepared = prepare(config)
     windows = prepared.train.windows(16)
     assert windows is not None and not len(windows)
     with pytest.raises(ConfigError, match=r"leaves no window .*dataset\.reference") as caught:
@@ -198,7 +195,7 @@ def test_faults_of_a_filter_are_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     write_any(tmp_path / "reference" / "all.jsonl", [""])
     with pytest.raises(ConfigError, match=r"dataset\.reference\.path=.*no document to take ids from"):
-        prepare(config, silent)
+        prepare(config)
 
 
 @pytest.mark.timeout(120)
@@ -206,7 +203,7 @@ def test_a_run_on_a_filtered_data_set(tiny: Callable[..., Config], tmp_path: Pat
     dataset = to_dict(filtered(tmp_path))["dataset"]
     config = tiny(dataset=dataset, tokenizer={"kind": "bytes"}, model={"n_ctx": 16}, optim={"lr": 1e-3})
     summary = run(resolve(config), tmp_path / "run")
-    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path / "run"), samples=0, device="cpu"), silent)
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path / "run"), samples=0, device="cpu"))
     assert report["loss"] == pytest.approx(summary["val_loss"], abs=1e-5)
     assert 0 < report["data"]["left_out"] < report["data"]["windows"]
     written = json.loads((tmp_path / "run" / "data.json").read_text())
@@ -225,8 +222,8 @@ def test_real_stories_without_what_other_stories_lack(tmp_path: Path) -> None:
     }
     tokenizer = {"kind": "gpt2", "ranks": str(SHARED / "gpt2.tiktoken")}
     tree = {"cache_dir": str(tmp_path), "tokenizer": tokenizer, "model": {"n_ctx": 64}}
-    prepared = prepare(build({**tree, "dataset": {"kind": "filtered", **sets}}), silent)
-    reference = prepare(build({**tree, "dataset": sets["reference"]}), silent)
+    prepared = prepare(build({**tree, "dataset": {"kind": "filtered", **sets}}))
+    reference = prepare(build({**tree, "dataset": sets["reference"]}))
     known = set(reference.train.tokens.tolist())
     ids = prepared.train.tokens.tolist()
     expected = [w for w in range((len(ids) - 1) // 64) if set(ids[64 * w : 64 * w + 65]) <= known]
