@@ -220,7 +220,7 @@ class HubDatasetConfig:
     name: str = meaning("label in tables", "hub")
     vocab_size: PositiveInt = meaning("vocabulary that a bpe tokenizer gets on this data set", 10000)
     path: str = meaning(
-        "hub id, or a local file or folder of .parquet, .jsonl, .csv or .txt files (.zst, .gz), named *train* and *valid*"
+        "hub id, or a local file or folder of .parquet, .jsonl, .csv or .txt files, named *train* and *valid*"
     )
     subset: str | None = meaning("the hub's configuration of the data set; null: its only one", None)
     revision: str | None = meaning("hub revision; null: the newest at the first preparation", None)
@@ -237,7 +237,7 @@ class HubDatasetConfig:
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)
 class TextDatasetConfig:
-    """Your own files: .txt with <|endoftext|> between documents, .jsonl, .csv, .parquet, packed or not; folders, globs."""
+    """Your own files: .txt with <|endoftext|> between documents, .jsonl, .csv, .parquet, packed or not; folders."""
 
     kind: Literal["text"] = "text"
     name: str = meaning("label in tables", "text")
