@@ -198,6 +198,7 @@ class CalibrationConfig:
     level: Positive | None = meaning(
         "scale before the final norm that the stream gets at k_warmup, the function unchanged; null: its own", None
     )
+    hold: bool = meaning("bring the stream back to that level until the gate has closed, as often", True)
 
 
 @dataclass(frozen=True, kw_only=True, config=SCHEMA)

@@ -63,6 +63,11 @@ class ScaleAnchor:
         """(B, T) what the loss is a function of: s(h), or for z_loss ln sum_i exp z_i of the logits z = readout(h)."""
         return widened(readout(h)).logsumexp(-1) if self.config.kind == "z_loss" else self.scale(h)
 
+    def follow(self, kappa: float) -> None:
+        """The stream has been divided by kappa: so is s_tgt, and a lambda that belongs to it goes with 1/s_tgt^2."""
+        if self.target is not None:
+            self.target /= kappa
+
     def set_target(self, target: float) -> None:
         self.target = target
 

@@ -165,7 +165,15 @@ class Calibration:
         self.kappa = kappa
         for site in self.fakes.keys() & self.averages.keys():
             if (value := self.averages[site].value) is not None:
-                value[1] /= kappa
+                self.fakes[site].divide(value, kappa)
+
+    @torch.no_grad()
+    def follow(self, kappa: float) -> None:
+        """The stream has been divided by kappa after k_warmup: each c is multiplied by it, and what it follows."""
+        for site, norm in {**self.tapers, **self.fakes}.items():
+            norm.c.mul_(kappa)
+            if site in self.averages and (value := self.averages[site].value) is not None:
+                norm.divide(value, kappa)
 
     def state_dict(self) -> dict[str, Any]:
         return {site: average.state_dict() for site, average in self.averages.items()} | {"kappa": self.kappa}

@@ -5,6 +5,7 @@ A model is built with the norms that its configuration names: a baseline contain
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -124,6 +125,13 @@ class GatedNorm(nn.Module):
         """c (a scalar) for recorded statistics (2,)."""
         quotient = statistics[0] / statistics[1]
         return quotient.exp() if self.fit == "log" else quotient
+
+    def divide(self, statistics: Tensor, kappa: float) -> None:
+        """Make recorded statistics (2,) those of a stream divided by kappa, in place: c is kappa times larger."""
+        if self.fit == "log":
+            statistics[0] += statistics[1] * math.log(kappa)
+        else:
+            statistics[1] /= kappa
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, phase={self.phase.value}"

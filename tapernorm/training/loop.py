@@ -84,6 +84,7 @@ def train(
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
             run.finish_step(step)
+            run.hold_level(step)
             run.stop_if_not_finite(due or probing or saves or validating)
 
             if due:

@@ -67,13 +67,15 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, step: int, config: Opti
 
 
 @torch.no_grad()
-def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> None:
+@torch.no_grad()
+def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float, eps: bool = True) -> None:
     """Divide the residual stream by kappa and leave the function as it is: the lever `calibration.level`.
 
     The embeddings and the writers are divided by kappa, eps of every norm by kappa^2; where the head is tied, so that
     it is divided too, the final norm's gain and bias are multiplied by kappa. A parameter times a has gradients over a:
     Adam's moments go with them. From here on this equals multiplying the learning rate of embedding and writers by
     kappa (their weight decay by 1/kappa) and dividing the final gain's by kappa, but for clipping and Adam's eps.
+    `eps` False leaves the norms' as it is, for a kappa near 1: a compiled graph has it as a constant.
     """
     factors = {"embed": 1 / kappa, "writers": 1 / kappa, "final_gain": kappa if model.head is None else 1.0}
     for name, parameter in model.named_parameters():
@@ -82,7 +84,8 @@ def rescale(model: Decoder, optimizer: torch.optim.Optimizer, kappa: float) -> N
         if moments := optimizer.state.get(parameter):
             moments["exp_avg"].div_(factor)
             moments["exp_avg_sq"].div_(factor**2)
-    model.divide_eps(kappa)
+    if eps:
+        model.divide_eps(kappa)
 
 
 def drop_state_of_frozen(optimizer: torch.optim.Optimizer) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HOLD_INTERVAL = 5  # steps
 Microbatches = list[tuple[Tensor, Tensor]]  # inputs and targets, (B, T) each
 
 
@@ -204,6 +205,23 @@ class TrainingRun(Counters):
         bad = ~torch.isfinite(self.interval["loss"] + grad_norm) | (self.first_bad > 0)
         self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # what torch's GradScaler sets
         self.first_bad = torch.where(bad & (self.first_bad == 0), step, self.first_bad)
+
+    def hold_level(self, step: int) -> None:
+        """`calibration.level` while the gate is open: the stream is brought back to it, the function unchanged.
+
+        s_tgt and the level at k_warmup go with it: anchors and drift are about the stream that the loss sees.
+        """
+        wanted, until = self.config.calibration.level, self.schedule.k_taper
+        held = wanted is not None and self.config.calibration.hold and self.model.is_homogeneous
+        if not held or not self.schedule.k_warmup < step <= until or step % HOLD_INTERVAL:
+            return
+        assert wanted is not None
+        kappa = self.mean_scale() / wanted
+        rescale(self.model, self.optimizer, kappa, eps=False)
+        self.calibration.follow(kappa)
+        self.anchor.follow(kappa)
+        if self.level is not None:
+            self.level /= kappa
 
     def finish_step(self, step: int) -> None:
         self.step = step

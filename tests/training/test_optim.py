@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tapernorm.config.options import Config, ModelConfig, MultipliersConfig, Opt
 from tapernorm.config.resolve import resolve
 from tapernorm.method.anchor import token_scale
 from tapernorm.method.calibration import Calibration
-from tapernorm.method.gate import GateSchedule
+from tapernorm.method.gate import GateSchedule, Phase
 from tapernorm.model.decoder import build_model
 from tapernorm.training.optim import (
     add_taper_gains,
@@ -91,6 +92,30 @@ def test_rescaling_divides_the_stream_and_preserves_the_function(
         torch.testing.assert_close(7.3 * model.trunk(tokens), h)
     assert model.config.norm_eps == pytest.approx(1e-4 / 7.3**2)
     assert token_scale(h, family, 1e-4).mean() > 0
+
+
+@pytest.mark.parametrize("gate", [0.999, 0.4, 0.0])
+@pytest.mark.parametrize("fit", ["log", "least_squares", "inverse_mean"])
+def test_a_held_level_preserves_the_function_and_what_c_follows(gate: float, fit: Any) -> None:
+    config = resolve(shape(norm_eps=1e-30), 64)
+    model = build_model(config).double()
+    model.set_gate(1.0, Phase.NORMALIZED)
+    given = dataclasses.replace(config.calibration, fit=fit)
+    calibration = Calibration(given, 1, model.gated_norms(), 9)
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    with calibration.measuring(), torch.no_grad():
+        model.loss(tokens, tokens)
+    before = calibration.finish()
+    model.set_gate(gate, Phase.TAPERING if gate else Phase.TAPERED)
+    with torch.no_grad():
+        logits, h = model(tokens), model.trunk(tokens)
+        rescale(model, build_optimizer(model, config.optim), 1.3, eps=False)
+        calibration.follow(1.3)
+        torch.testing.assert_close(model(tokens), logits, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(1.3 * model.trunk(tokens), h, rtol=1e-12, atol=1e-12)
+    for site, norm in calibration.tapers.items():
+        assert norm.c.item() == pytest.approx(1.3 * before[site], rel=1e-6)
+        assert norm.fitted(calibration.averages[site].mean).item() == pytest.approx(1.3 * before[site], rel=1e-6)
 
 
 def losses(*, divided: bool) -> list[float]:

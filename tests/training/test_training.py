@@ -20,9 +20,11 @@ from torch import Tensor
 
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError
+from tapernorm.method.anchor import token_scale
 from tapernorm.runtime.record import read_metrics
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import Divergence, train
+from tapernorm.training.state import TrainingRun
 
 EVERY_STEP = {"log_interval": 1, "save_interval": 1, "keep_last": 1000}
 ANCHORS = ("none", "fixed_target", "mean_log")
@@ -128,7 +130,13 @@ def test_the_stream_is_brought_to_a_level_without_changing_the_function(
     tiny: Callable[..., Config], tmp_path: Path, norm: str
 ) -> None:
     """Bit-identical up to k_warmup; then the scale is the level to 1 %, the loss the same, and eps with them."""
-    trainer = EVERY_STEP | {"val_interval": 1, "batch_size": 32, "probe_size": 16, "val_tokens": 512}
+    trainer = EVERY_STEP | {
+        "val_interval": 1,
+        "batch_size": 32,
+        "probe_size": 16,
+        "val_tokens": 512,
+        "dynamics_interval": 1,
+    }
     run(tiny(norm=norm, trainer=trainer), tmp_path / "plain")
     run(tiny(norm=norm, trainer=trainer, calibration={"level": 0.3}), tmp_path / "level")
     plain, level = rows(tmp_path / "plain"), rows(tmp_path / "level")
@@ -141,6 +149,33 @@ def test_the_stream_is_brought_to_a_level_without_changing_the_function(
     kappa = plain[9]["scale/target"] / 0.3
     config = checkpoints.read_config(tmp_path / "level" / "checkpoints" / "step-00000024")
     assert config.model.norm_eps == pytest.approx(1e-6 / kappa**2, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["baseline", "internal_taper", "all_taper"])
+def test_the_level_is_held_while_the_gate_is_open_without_changing_the_function(
+    tiny: Callable[..., Config], tmp_path: Path, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[int, tuple[float, ...]] = {}
+
+    def measured(run: TrainingRun) -> tuple[float, float]:
+        [(x, y)] = run.microbatches(run.step)
+        with torch.no_grad():
+            loss, h = run.model.loss(x, y)
+            return loss.item(), token_scale(h, "rms", 0.0).mean().item()
+
+    def watched(run: TrainingRun, step: int) -> None:
+        before = measured(run)
+        hold(run, step)
+        found[step] = (*before, *measured(run))
+
+    hold = TrainingRun.hold_level
+    monkeypatch.setattr(TrainingRun, "hold_level", watched)
+    anchor = {"kind": "mean_log" if norm == "all_taper" else "none"}
+    run(tiny(norm=norm, anchor=anchor, calibration={"level": 0.3}), tmp_path)
+    for step, (loss, scale, after, level) in found.items():
+        held = step == 15  # k_warmup = 10 < step <= k_taper = 18, every fifth
+        assert level == (pytest.approx(0.3, rel=1e-3) if held else scale), step
+        assert after == pytest.approx(loss, rel=1e-5) and (not held or abs(scale / 0.3 - 1) > 0.02)
 
 
 def test_a_level_is_not_for_norms_that_do_not_divide_by_the_scale(
