@@ -153,6 +153,18 @@ def test_a_closed_terminal_does_not_stop_what_nohup_has_started(
         signal.signal(signal.SIGHUP, before)
 
 
+def test_P62_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(finished: Path, train: Command) -> None:
+    shutil.copytree(finished, "run")
+    summary = Path("run/summary.json")
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"status": "interrupted"}))
+    for path in Path("run/checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    status, _, err = train("resume=run")
+    assert status == 2 and err.count("\n") == 1 and "no other is left" in err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
 def test_a_second_ctrl_c_stops_at_once(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tapernorm.config.schema import ConfigError
 from tapernorm.model.fold import describe
 from tapernorm.model.hf import is_hub_form
 from tapernorm.runtime.device import keep_freed_memory, pick_device
-from tapernorm.runtime.log import only_new
+from tapernorm.runtime.log import LOGGER
 from tapernorm.runtime.record import finite
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training import pretrained
@@ -54,7 +55,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         samples = config.samples if alone else config.samples or 0
         for name, dataset in texts.items():
             on = dataclasses.replace(config, dataset=dataset, samples=samples)
-            with only_new(said):
+            with _only_new(said):
                 text = Text.open(subject, on, f"suite.{name}" if name else "dataset")
             measured[name] += measure(subject, text, on, f"{label} on {name}: " if name else "")
             samples = 0  # they have nothing to do with the text
@@ -76,6 +77,26 @@ def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         return _write(config, paths, report | {"checkpoints": reports[""]})
     others = {"source": published.SOURCE, "rows": rows} if rows else None
     return _write(config, paths, report | {"datasets": reports, "published": others})
+
+
+@contextmanager
+def _only_new(said: set[str]) -> Iterator[None]:
+    """Say each line once, over all calls with the same `said`."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        if "is_new" not in record.__dict__:  # several handlers ask
+            record.is_new = record.getMessage() not in said
+            said.add(record.getMessage())
+        return bool(record.__dict__["is_new"])
+
+    handlers = list(LOGGER.handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
 
 
 def _checkpoints(config: EvaluateConfig) -> list[Path]:

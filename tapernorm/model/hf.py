@@ -83,6 +83,9 @@ LAYERS = {
     },
 }
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")  # masks and tables of older versions
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # of torch.compile and of data-parallel training
+ALIASES = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+           "n_positions": "max_position_embeddings"}  # fmt: skip
 # LayerNorm's epsilon that leaves (x - mean) / 2^30: a token's variance would have to reach 2^47 to move it by 1e-4.
 HUGE_EPSILON = 2.0**60
 
@@ -123,10 +126,19 @@ class Pretrained:
     def weights(self) -> dict[str, Tensor]:
         """Its tensors under our names, float32. Raises ConfigError, one line, for files that do not hold them."""
         prefix, given = PREFIX[self.family], _read_safetensors(self.where, self.directory)
-        theirs = {name.removeprefix(prefix): tensor for name, tensor in given.items() if not NO_WEIGHTS.fullmatch(name)}
+        theirs = {
+            WRAPPERS.sub("", name).removeprefix(prefix): tensor
+            for name, tensor in given.items()
+            if not NO_WEIGHTS.fullmatch(name)
+        }
         tied = self.architecture["tied"]
-        if tied:
-            theirs.pop("lm_head.weight", None)
+        if tied and "lm_head.weight" in theirs:
+            head, embed = theirs.pop("lm_head.weight"), f"{LAYERS[self.family]['embed'][0]}.weight"
+            if not torch.equal(head, theirs.setdefault(embed, head)):
+                raise ConfigError(
+                    f"model.init={self.where}: config.json says tie_word_embeddings, but lm_head.weight is not "
+                    f"{prefix}{embed}; write false there if both are meant"
+                )
         names = _names(self.family, self.architecture["n_layer"], tied)
         wanted = {name for parts in names.values() for name in parts}
         if odd := [*sorted(wanted - theirs.keys()), *sorted(theirs.keys() - wanted)]:
@@ -153,7 +165,7 @@ def open_pretrained(where: str) -> Pretrained:
     path = Path(where).expanduser()
     directory = path if path.is_dir() else _download(where)
     try:
-        given = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        given = json.loads((directory / "config.json").read_text(encoding="utf-8-sig"))
         return Pretrained(where, directory, given.get("model_type"), _architecture(given))
     except ConfigError as error:
         raise ConfigError(f"model.init={where}: {error}") from None
@@ -169,6 +181,8 @@ def _architecture(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("a norm-free export, which has no norms left; name the run that it was made from")
     if family not in FAMILIES:
         raise ConfigError(f"model_type is {family} there; {' and '.join(FAMILIES)} can be read")
+    if family == "gpt2":  # both names stand for the same in transformers
+        given = {name: given[alias] for name, alias in ALIASES.items() if alias in given} | dict(given)
     rope = given.get("rope_parameters") or {}
     given = DEFAULTS[family] | {"rope_type": rope.get("rope_type")} | dict(given)
     if "n_ctx" in given:  # of old GPT-2s

@@ -61,26 +61,6 @@ def quiet() -> Iterator[None]:
         LOGGER.setLevel(before)
 
 
-@contextmanager
-def only_new(said: set[str]) -> Iterator[None]:
-    """Say each line once, over all calls with the same `said`."""
-
-    def is_new(record: logging.LogRecord) -> bool:
-        if "is_new" not in record.__dict__:  # several handlers ask
-            record.is_new = record.getMessage() not in said
-            said.add(record.getMessage())
-        return bool(record.__dict__["is_new"])
-
-    handlers = list(LOGGER.handlers)
-    for handler in handlers:
-        handler.addFilter(is_new)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(is_new)
-
-
 class RunLog(logging.FileHandler):
     """run.log, which is no part of the results: that it cannot be written is said once, on the console."""
 

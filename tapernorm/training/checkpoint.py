@@ -205,12 +205,18 @@ def fault(path: Path) -> str | None:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest valid checkpoint of a run; damaged ones are named and passed over (see `clear_after`)."""
-    for path in reversed(list_checkpoints(run_dir)):
-        problem = fault(path)
-        if problem is None:
+    """The newest valid checkpoint of a run, None if there never was one; damaged ones are named and passed over.
+
+    Raises ConfigError where all are damaged: to begin again would overwrite what may be mended.
+    """
+    problem, found = None, list_checkpoints(run_dir)
+    for path in reversed(found):
+        if (problem := fault(path)) is None:
             return path
-        log.warning(f"checkpoint {path}: {problem}; using the one before")
+        if path != found[0]:
+            log.warning(f"checkpoint {path}: {problem}; using the one before")
+    if problem:
+        raise ConfigError(f"checkpoint {found[0]}: {problem}, and no other is left; mend it, or name another run_dir")
     return None
 
 

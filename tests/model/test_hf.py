@@ -276,3 +276,56 @@ def test_what_is_neither_is_refused(tiny: Callable[..., Config]) -> None:
     model = build_model(resolve(tiny(norm="baseline", model={"biases": True}), VOCAB))
     with pytest.raises(ConfigError, match=r"model\.biases is True; llama has False"):
         to_stock(model)
+
+
+def logits_of(tiny: Callable[..., Config], directory: Path, **model: Any) -> Tensor:
+    config = config_from(tiny, directory, **model)
+    decoder = build_model(config)
+    pretrained.initialize(decoder, config, BYTES)
+    with torch.no_grad():
+        return decoder.eval()(torch.arange(32).reshape(1, 32))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def test_P46_a_head_that_is_not_the_embedding_is_not_dropped(
+    tiny: Callable[..., Config], gpt2: tuple[Path, Any]
+) -> None:
+    directory, model = gpt2
+    before = logits_of(tiny, directory)
+    embed = model.transformer.wte.weight.detach().clone()
+    rewrite(directory, lambda theirs: theirs | {"lm_head.weight": embed})  # as some programs save a tied one
+    assert torch.equal(logits_of(tiny, directory), before)
+    rewrite(directory, lambda theirs: theirs | {"lm_head.weight": embed + 1e-3})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings, but lm_head\.weight is not transformer\.wte\.weight"):
+        logits_of(tiny, directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    assert not torch.equal(logits_of(tiny, directory, tied=False), before)
+
+
+@pytest.mark.parametrize("case", ["head alone", "module.", "_orig_mod.module.", "aliases", "byte order mark"])
+def test_P47_other_spellings_of_the_same_model_are_read(
+    tiny: Callable[..., Config], gpt2: tuple[Path, Any], case: str
+) -> None:
+    directory, file = gpt2[0], gpt2[0] / "config.json"
+    before = logits_of(tiny, directory)
+    if case == "head alone":
+        rewrite(
+            directory,
+            lambda theirs: {name.replace("transformer.wte", "lm_head"): tensor for name, tensor in theirs.items()},
+        )
+    elif case == "aliases":
+        given = json.loads(file.read_text())
+        shape = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+        shape["n_positions"] = "max_position_embeddings"
+        given.pop("n_ctx", None)
+        file.write_text(json.dumps({shape.get(name, name): value for name, value in given.items()}))
+    elif case == "byte order mark":
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    else:
+        rewrite(directory, lambda theirs: {case + name: tensor for name, tensor in theirs.items()})
+    assert torch.equal(logits_of(tiny, directory), before)

@@ -227,3 +227,17 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_damaged_one(
     with pytest.raises(SystemExit) as stop, errors.in_one_line():
         checkpoints.latest(a_run)
     assert stop.value.code == 2
+
+
+def test_P62_where_all_checkpoints_are_damaged_nothing_is_begun_anew(a_run: Path) -> None:
+    for path in checkpoints.list_checkpoints(a_run):
+        (path / "model.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in a_run.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is damaged .*no other is left; mend it, or name"
+    ) as fault:
+        checkpoints.latest(a_run)
+    assert "\n" not in str(fault.value)
+    with pytest.raises(ConfigError, match="no other is left"):
+        checkpoints.find(a_run)
+    assert {path: path.read_bytes() for path in a_run.rglob("*") if path.is_file()} == before
