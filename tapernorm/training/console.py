@@ -14,7 +14,6 @@ from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
-from tapernorm.runtime.typed import line
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.dynamics import worst_mismatch
 from tapernorm.training.state import TrainingRun
@@ -91,6 +90,8 @@ def trial_step(run: TrainingRun) -> float:
 
 def conclude(run: TrainingRun) -> None:
     """Samples, a readable summary, and the command that evaluates the run."""
+    from tapernorm.runtime.typed import line  # here, because no step needs it
+
     if run.config.trainer.samples:
         write_samples(run)
     best = f", best {run.best_loss:.4f} at step {run.best_step}" if run.best_loss is not None else ""
