@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -290,6 +291,85 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="No space left"):
         exported(tmp_path, "all_taper", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_P51_what_stock_models_return_is_returned(tmp_path: Path, family: str) -> None:
+    ours, out = exported(tmp_path, "internal_taper", family)
+    model, x = load(out), tokens()
+    with torch.no_grad():
+        plain = model(x)
+        both = model(x, output_hidden_states=True, output_attentions=True)
+        taps: dict[str, Tensor] = {}
+        ours.trunk(x, taps=taps)
+    torch.testing.assert_close(both.logits, plain.logits, rtol=1e-4, atol=1e-5)
+    assert plain.hidden_states is None and plain.attentions is None
+    assert len(both.hidden_states) == 3 and len(both.attentions) == 2
+    torch.testing.assert_close(both.hidden_states[0], taps["0.attn"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(both.hidden_states[1], taps["1.attn"], rtol=1e-4, atol=1e-5)
+    for weights in both.attentions:
+        assert weights.shape == (3, 2, 32, 32) and not weights.triu(1).any()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, 32))
+    model.set_attn_implementation("eager")
+    padding = torch.ones_like(x)
+    padding[0, :5] = 0
+    with torch.no_grad():
+        eager = model(x, attention_mask=padding).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(eager, model(x, attention_mask=padding).logits, rtol=1e-4, atol=1e-5)
+        shifted = torch.cat([x[:, 1:], torch.full((3, 1), -100)], dim=1)
+        assert model(x, shift_labels=shifted).loss == pytest.approx(model(x, labels=x).loss.item(), rel=1e-6)
+    with pytest.raises(TypeError, match="does not know the argument token_type_ids"):
+        model(x, token_type_ids=x)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_P51_packed_texts_do_not_see_each_other(tmp_path: Path, family: str) -> None:
+    model, x = load(exported(tmp_path, "all_taper", family)[1]), tokens(2, 24)
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None].expand(2, -1)
+    with torch.no_grad():
+        packed = model(x, position_ids=positions).logits
+        apart = torch.cat([model(x[:, :9]).logits, model(x[:, 9:]).logits], dim=1)
+        whole = model(x, position_ids=torch.arange(24)[None]).logits
+        torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole, model(x).logits, rtol=1e-4, atol=1e-5)
+    assert (packed - whole).abs().max() > 0.1
+
+
+def test_P51_a_trainer_trains_evaluates_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    _, out = exported(tmp_path, "all_taper", "llama")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(16)]
+
+    def trainer(folder: str, steps: int, **keys: Any) -> Any:
+        given = transformers.TrainingArguments(
+            output_dir=str(tmp_path / folder), max_steps=steps, per_device_train_batch_size=4, eval_strategy="steps",
+            eval_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **keys,
+        )  # fmt: skip
+        return transformers.Trainer(model=load(out), args=given, train_dataset=rows, eval_dataset=rows[:4])
+
+    whole = trainer("whole", 4)
+    whole.train()
+    assert math.isfinite(whole.evaluate()["eval_loss"]) and whole.predict(rows[:4]).predictions.shape == (4, 32, VOCAB)
+    again = trainer("again", 4)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    whole.save_model(str(tmp_path / "saved"))
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "saved")(tokens()).logits, whole.model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_P52_an_export_knows_its_limits(tmp_path: Path, family: str) -> None:
+    model = load(exported(tmp_path, "all_taper", family)[1])
+    with pytest.raises(ValueError, match="there is no token to read; begin with the bos_token_id"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="33 tokens are more than the 32 that this model knows"):
+        model(tokens(1, 33))
+    with pytest.raises(ValueError, match="33 tokens are more than the 32"):
+        model.generate(tokens(1, 30), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert model.generate(tokens(1, 30), max_new_tokens=2, do_sample=False, eos_token_id=None).shape == (1, 32)
 
 
 def test_from_a_run_to_a_card_with_its_numbers(tmp_path: Path, said: list[str]) -> None:

@@ -12,7 +12,7 @@ class TapernormConfig(PretrainedConfig):
     """
 
     model_type = "tapernorm"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # a list: transformers adds to it
     attribute_map = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",

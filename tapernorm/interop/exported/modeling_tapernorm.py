@@ -38,7 +38,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.read_biases[2 * index])
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.write_biases)
 
-    def forward(self, x, mask, angles, cache):
+    def forward(self, x, mask, angles, cache, weigh):
+        """(B, T, D), and with `weigh` the attention's weights (B, H, T, S), which take memory; else None."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
         if angles is not None:
@@ -46,9 +47,18 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.index)
         rate = self.dropout if self.training else 0.0
-        causal = mask is None and T > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
-        return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), rate)
+        causal, weights = mask is None and T > 1, None
+        if weigh:
+            scores = (q @ k.transpose(-1, -2)).float() / q.shape[-1] ** 0.5
+            if causal:
+                mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+            weights = scores.softmax(-1).to(v.dtype)
+            y = F.dropout(weights, rate) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
+        return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), rate), weights
 
 
 class SwiGLU(nn.Module):
@@ -81,9 +91,10 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config, 2 * index + 1)
         self.mlp = {"swiglu": SwiGLU, "gelu": GELU}[config.mlp](config, config.read_biases[2 * index + 1])
 
-    def forward(self, h, mask, angles, cache, read=None):
-        h = h + self.attn(self.attn_norm(h) if read is None else read, mask, angles, cache)
-        return h + F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, self.training)
+    def forward(self, h, mask, angles, cache, weigh, read=None):
+        y, weights = self.attn(self.attn_norm(h) if read is None else read, mask, angles, cache, weigh)
+        h = h + y
+        return h + F.dropout(self.mlp(self.mlp_norm(h)), self.dropout, self.training), weights
 
 
 class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
@@ -129,12 +140,20 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         num_items_in_batch=None,
         return_dict=None,
-        **unused,
+        output_hidden_states=None,
+        output_attentions=None,
+        **others,
     ):
         """attention_mask: (B, S), 1 for tokens and 0 for padding. labels: (B, T), shifted here; -100 is ignored.
 
-        logits_to_keep: logits of the last so many tokens alone; 0: of all.
+        shift_labels: (B, T), shifted already. logits_to_keep: logits of the last so many tokens alone; 0: of all.
+        position_ids that begin again within a row, without a mask, part it into texts that do not see each other.
+        hidden_states: the embeddings, what each block leaves, and the last of these after the final norm.
         """
+        # Not in the signature: Trainer takes every name with 'label' in it for one that the data must have.
+        shift_labels = others.pop("shift_labels", None)
+        if unknown := others.keys() - {"cache_position"}:  # which says nothing that the cache does not know
+            raise TypeError(f"this model does not know the argument {sorted(unknown)[0]}")
         cache = past_key_values if cache is None else cache
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and cache is None:
@@ -144,6 +163,12 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("a norm of this model is a table by token id: give input_ids, not inputs_embeds")
         read = None if self.table is None else self.table(input_ids)
         n_past = 0 if cache is None else int(cache.get_seq_length())
+        if h.shape[1] == 0:
+            raise ValueError("there is no token to read; begin with the bos_token_id")
+        if n_past + h.shape[1] > self.config.n_ctx:
+            raise ValueError(
+                f"{n_past + h.shape[1]} tokens are more than the {self.config.n_ctx} that this model knows"
+            )
         positions = self._positions(h, attention_mask, n_past) if position_ids is None else position_ids
         angles = None
         if self.position_embed is not None:
@@ -155,15 +180,37 @@ class TapernormForCausalLM(PreTrainedModel, GenerationMixin):
             angles = (positions[..., None].float() * frequency)[:, None]
         h = F.dropout(h, self.config.dropout, self.training)
         mask = self._mask(h, attention_mask, n_past)
+        if position_ids is not None and attention_mask is None and n_past == 0:
+            text = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+            if text[:, -1].max() > 0:
+                same = text[:, :, None] == text[:, None]
+                mask = (same & torch.ones_like(same[0]).tril())[:, None]
+        weigh = self._asked("output_attentions", output_attentions)
+        weigh = weigh or self.config._attn_implementation == "eager"
+        states, attentions = [h], []
         for block in self.blocks:
-            h, read = block(h, mask, angles, cache, read), None
-        h = self.final_norm(h if isinstance(logits_to_keep, int) and not logits_to_keep else _last(h, logits_to_keep))
+            (h, weights), read = block(h, mask, angles, cache, weigh, read), None
+            states.append(h)
+            attentions.append(weights)
+        states[-1] = h = self.final_norm(h)
+        h = h if isinstance(logits_to_keep, int) and not logits_to_keep else _last(h, logits_to_keep)
         logits = F.linear(h, self.embed.weight) if self.head is None else self.head(h)
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
-        return output.to_tuple() if return_dict is False else output
+        if labels is not None or shift_labels is not None:
+            more = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **more)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=tuple(states) if self._asked("output_hidden_states", output_hidden_states) else None,
+            attentions=tuple(attentions) if self._asked("output_attentions", output_attentions) else None,
+            **{CACHE: cache if use_cache else None},
+        )
+        as_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _asked(self, name, given):
+        return bool(getattr(self.config, name, False) if given is None else given)
 
     @staticmethod
     def _positions(h, attention_mask, n_past):
