@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -12,8 +11,6 @@ from torch import nn
 from tapernorm.conversion.handle import Tapering
 from tapernorm.conversion.recognise import NormSpec, recognise
 
-# The norms of single heads' queries and keys, by the last part of their name: q_norm, k_layernorm, norm_q, query_norm.
-PER_HEAD = re.compile(r"(^|[._])(q|k|query|key)(_[^.]*)?$")
 Norms = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
@@ -37,28 +34,37 @@ def convert(module: nn.Module, norms: Norms = "all", *, final: bool = False, fin
     if not specs:
         example = "".join(f"; {name}: {reason}" for name, reason in list(left_alone.items())[:1])
         raise ValueError(f"no norm to taper in {type(module).__name__}{example}")
-    last = _last_norm(specs) if final_norm is None else final_norm
+    heads = {name for name in specs if _norms_heads(module, name, specs[name].dim)}
+    last = _last_norm(specs, heads) if final_norm is None else final_norm
     if last not in specs:
         raise ValueError(f"final_norm {last!r} is no norm of the model{_nearest(last, specs)}")
-    chosen = _select(module, specs, norms) - {last} | ({last} if final else set())
+    chosen = _select(module, specs, norms, heads) - {last} | ({last} if final else set())
     if not chosen:
         raise ValueError(f"no norm to taper in {type(module).__name__}: {last} is the final one; pass final=True")
-    not_chosen = "it norms single heads; name it in norms" if norms == "all" else "norms does not select it"
-    left_alone |= {name: not_chosen for name in specs if name not in chosen}
+    of_a_head = "it norms single heads; name it in norms"
+    for name in specs.keys() - chosen:
+        left_alone[name] = of_a_head if norms == "all" and name in heads else "norms does not select it"
     if not final:
         left_alone[last] = "it is the final norm, kept as the anchor (final=False)"
     return Tapering(module, {name: specs[name] for name in specs if name in chosen}, left_alone, last, specs[last])
 
 
-def _last_norm(specs: Mapping[str, NormSpec]) -> str:
-    candidates = [name for name in specs if not PER_HEAD.search(name)] or list(specs)
+def _norms_heads(module: nn.Module, name: str, dim: int) -> bool:
+    """Whether a norm is one of single heads: its width divides an output of what is beside it, and nothing reads it."""
+    siblings = (getattr(child, "weight", None) for child in module.get_submodule(name.rpartition(".")[0]).children())
+    sizes = [set(weight.shape) for weight in siblings if isinstance(weight, nn.Parameter) and weight.dim() == 2]
+    return any(size % dim == 0 for pair in sizes for size in pair) and not any(dim in pair for pair in sizes)
+
+
+def _last_norm(specs: Mapping[str, NormSpec], heads: set[str]) -> str:
+    candidates = [name for name in specs if name not in heads] or list(specs)
     # Blocks are numbered, and what follows them is not: 'model.norm' after 'model.layers.3.input_layernorm'.
     return min(reversed(candidates), key=lambda name: sum(part.isdigit() for part in name.split(".")))
 
 
-def _select(module: nn.Module, specs: Mapping[str, NormSpec], norms: Norms) -> set[str]:
+def _select(module: nn.Module, specs: Mapping[str, NormSpec], norms: Norms, heads: set[str]) -> set[str]:
     if norms == "all":
-        return {name for name in specs if not PER_HEAD.search(name)}
+        return specs.keys() - heads
     if callable(norms):
         chosen = {name for name in specs if norms(name, module.get_submodule(name))}
         if not chosen:

@@ -227,6 +227,9 @@ class Tapering:
         config: Any = getattr(self.model, "config", None)
         if report.untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # transformers would tie it again
+        for module in self.model.modules() if report.folded else ():
+            if hasattr(module, "save_pretrained"):
+                vars(module)["save_pretrained"] = not_as_pretrained
         return report
 
     def restore(self) -> None:
@@ -313,6 +316,13 @@ class Tapering:
         if self._seen.stream is None:
             raise RuntimeError(f"no forward has reached the final norm {self.final} yet")
         return self._seen.stream
+
+
+def not_as_pretrained(*given: Any, **keys: Any) -> None:
+    """In the place of a folded model's save_pretrained, after which from_pretrained would build new norms."""
+    raise RuntimeError(
+        "save_pretrained: from_pretrained would put new norms into a folded model; use torch.save(model)"
+    )
 
 
 def several(batches: Iterable[Any]) -> Iterable[Any]:

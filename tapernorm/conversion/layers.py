@@ -63,6 +63,13 @@ def real_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
     return values[real.expand_as(values)]
 
 
+VISIBLE = -1  # no id that torch gives
+
+
+def _nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    pass
+
+
 class HeldNorm(TaperNorm):
     """A TaperNorm in the place of a norm of the user's, which computes by itself while the gate is 1.
 
@@ -103,9 +110,16 @@ class HeldNorm(TaperNorm):
 
     def set_gate(self, gate: float, phase: Phase) -> None:
         super().set_gate(gate, phase)
+        self.visible(phase is not Phase.NORMALIZED)
         if not self.trainable:  # a gain that the user has frozen stays frozen
             self.weight.requires_grad_(False)
             self.taper_weight.requires_grad_(False)
+
+    def visible(self, on: bool) -> None:
+        """A hook that does nothing: where no part has one, torch's encoder layers take a kernel that calls no norm."""
+        self._forward_pre_hooks.pop(VISIBLE, None)
+        if on:
+            self._forward_pre_hooks[VISIBLE] = _nothing
 
     def release(self) -> nn.Module:
         """The original, alone again."""

@@ -29,33 +29,51 @@ class NormSpec:
 def recognise(module: nn.Module) -> NormSpec | str | None:
     """The norm that a module computes, the reason why a norm cannot be tapered, or None for what is no norm.
 
-    A class counts for nothing: a norm is what has a `weight` (D,), an eps and no children, and agrees on probe input,
-    with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
+    A class counts for nothing: a norm is what has a `weight` (D,), perhaps a `bias`, and no children, and agrees on
+    probe input, with weights drawn at random, with RMSNorm or LayerNorm over D whose gain is `weight` or 1 + `weight`.
+    Its eps is an attribute with that in its name, or one of the usual values.
     """
     if isinstance(module, TaperNorm):
         return "it is a tapered norm already"
-    names = ("eps", "variance_epsilon", "epsilon")
-    found = [name for name in names if isinstance(getattr(module, name, 0), float | None)]
-    if not found or not hasattr(module, "weight") or any(module.children()):
+    if any(module.children()):
         return None
-    weight, eps = module.weight, getattr(module, found[0])
-    if not isinstance(weight, nn.Parameter):
-        return "it has no gain"
-    if weight.dim() != 1:
-        return f"its gain has the shape {tuple(weight.shape)}, not (D,)"
-    if extra := module._parameters.keys() - {"weight", "bias"} | module._buffers.keys():
-        return f"it has more than a gain and a bias: {', '.join(sorted(extra))}"
-    if weight.is_meta:
-        return "its weight is on the meta device"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    dim = weight.numel()
-    if eps is None:  # as nn.RMSNorm reads it: that of the precision in which it computes
-        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps
-    for family, shift in (("rms", 0.0), ("layer", 0.0), ("rms", 1.0), ("layer", 1.0)):
-        if _agrees(module, spec := NormSpec(family, dim, eps, shift)):
-            return spec
-    return "its forward is neither RMSNorm nor LayerNorm over the last dimension"
+    kept = {name: value for name, value in module._parameters.items() if value is not None}
+    buffers = {name for name in module._buffers if "eps" not in name}
+    eps = [value for name in dir(module) if "eps" in name.lower() and _is_eps(value := getattr(module, name, ""))]
+    gains = [name for name in kept if name != "bias"]
+    reason = None
+    if not gains:
+        reason = "it has no gain"
+    elif gains != ["weight"]:
+        reason = f"it has more than a gain and a bias: {', '.join(gains)}" if len(gains) > 1 else _renamed(gains[0])
+    elif kept["weight"].dim() != 1:
+        reason = f"its gain has the shape {tuple(kept['weight'].shape)}, not (D,)"
+    elif extra := buffers | kept.keys() - {"weight", "bias"}:
+        reason = f"it has more than a gain and a bias: {', '.join(sorted(extra))}"
+    elif kept["weight"].is_meta:
+        reason = "its weight is on the meta device"
+    elif "forward" in vars(module):
+        reason = "its forward was replaced on the instance"
+    if reason is not None:  # of whatever has an eps, or is called a norm; else it is none
+        return reason if eps or "norm" in type(module).__name__.lower() else None
+    weight = kept["weight"]
+    usual = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps  # what None means to nn.RMSNorm
+    for value in [usual if value is None else float(value) for value in eps] or USUAL_EPS:
+        for family, shift in (("rms", 0.0), ("layer", 0.0), ("rms", 1.0), ("layer", 1.0)):
+            if _agrees(module, spec := NormSpec(family, weight.numel(), value, shift)):
+                return spec
+    return "its forward is neither RMSNorm nor LayerNorm over the last dimension" if eps else None
+
+
+USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
+
+
+def _is_eps(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _renamed(name: str) -> str:
+    return f"its gain is called {name}; a norm whose gain is called weight can be tapered"
 
 
 @torch.no_grad()
