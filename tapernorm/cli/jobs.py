@@ -127,7 +127,7 @@ def run_job(composed: Tree, *, overrides: Sequence[str], number: int) -> Tree:
     except Stopped as stop:
         _hand_over(stop.signal)
         raise
-    except Exception as error:  # a value out of its range, data that cannot be prepared, a full disk
+    except (Exception, SystemExit) as error:  # a value out of its range, a full disk, an exit in code of others
         with suppress(ConfigError):  # where nothing can be written, the line below has to do
             claim_directory(directory)
         append_log(directory, f"{traceback.format_exc()}error: {in_words(error)}")

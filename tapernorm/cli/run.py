@@ -96,7 +96,7 @@ def execute(start: Start, *, overrides: Sequence[str]) -> Tree:
         except ConfigError as error:
             outcome = {"status": "failed", "error": str(error)}
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit in code of others is no end of ours
             outcome = {"status": "failed", "error": _log_error(directory, error)}
         finally:
             summary = summarize(to_dict(start.config), outcome, time.monotonic() - began)
@@ -122,7 +122,7 @@ def follow(start: Start) -> Tree:
             outcome = _outcome(replace(start, config=config))
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"status": "failed", "error": _log_error(start.directory, error)}
     if outcome["status"] == "interrupted":
         raise Stopped(outcome["signal"])
@@ -151,7 +151,7 @@ def _outcome(start: Start) -> Tree:
     return {**result, "status": "finished"}
 
 
-def _log_error(directory: Path, error: Exception) -> str:
+def _log_error(directory: Path, error: BaseException) -> str:
     """The error that ended the run in one line; its traceback goes to run.log, from the process that it happened in."""
     text, own = dist.blame(in_words(error))
     if own:

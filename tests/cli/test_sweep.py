@@ -176,6 +176,18 @@ def test_a_schedulers_signal_reaches_its_handler_after_the_job_is_saved(launch, 
     assert status == 144 and "interrupted" in out
 
 
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_P56_an_exit_in_a_job_is_its_failure_and_the_rest_runs(launch, trainer, code):
+    trainer.fail = lambda config: sys.exit(code) if config.seed == 0 else None
+    status, out, _ = launch("-m", "seed=0,1,2", "sweep.name=s")
+    assert status == 1 and len(trainer.calls) == 3
+    found = {name: summary["status"] for name, summary in jobs().items()}
+    assert found == {"seed-0": "failed", "seed-1": "finished", "seed-2": "finished"}, out
+    assert "failed: seed-0: SystemExit" in out
+    trainer.fail = lambda config: None
+    assert launch("-m", "seed=0,1,2", "sweep.name=s")[0] == 0
+
+
 def test_P01_fail_fast_stops_at_the_first_failure(launch, trainer):
     status, out, _ = launch("-m", "seed=0,1,2", "model.head_dim=5", "sweep.name=s", "sweep.fail_fast=true")
     assert status == 1 and list(jobs()) == ["seed-0_model.head_dim-5"]
