@@ -10,7 +10,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,11 @@ import numpy as np
 from tapernorm.config.options import TokenizerConfig
 from tapernorm.config.schema import ConfigError
 
+log = logging.getLogger(__name__)
+
 END_OF_TEXT = "<|endoftext|>"
+LONGEST = 1000  # characters of a word that a BPE is trained on
+LONG = re.compile(rf"\S{{{LONGEST + 1},}}|\s{{{LONGEST + 1},}}")
 # GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 GPT2_VOCAB = 50257
@@ -128,14 +134,17 @@ class Tokenizer:
     def from_fast(cls, file: Path) -> Tokenizer | None:
         """The tokenizer of a tokenizer.json of the tokenizers library, GPT-2's or one that `to_fast` made.
 
-        None if there is no such file, or its ids for some of PROBES are others.
+        None if there is no such file, if it does anything but split as GPT-2 does and merge in the order of its ids, or
+        if its ids for some of PROBES are others.
         """
         from tokenizers import Tokenizer as Fast
 
         try:
-            vocabulary = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if not _is_plain_bpe(content):
+                return None
             to_byte = _byte_of_character()
-            words = {word: rank for word, rank in vocabulary.items() if word != END_OF_TEXT}
+            words = {word: rank for word, rank in content["model"]["vocab"].items() if word != END_OF_TEXT}
             ranks = {bytes(to_byte[char] for char in word): rank for word, rank in words.items()}
             tokenizer = cls("gpt2" if len(ranks) == GPT2_VOCAB - 1 else "exported", ranks)
             fast = Fast.from_file(str(file))
@@ -144,13 +153,13 @@ class Tokenizer:
         return tokenizer if tokenizer._agrees(fast) else None
 
     def same_as_fast(self, file: Path) -> bool | None:
-        """Whether a tokenizer.json of the tokenizers library has these ids for PROBES; None if it cannot be read."""
-        from tokenizers import Tokenizer as Fast
-
+        """Whether a tokenizer.json of the tokenizers library is this tokenizer; None if it cannot be read."""
         try:
-            return self._same_ids(Fast.from_file(str(file)), add_special_tokens=False)
-        except Exception:  # the library raises plain Exceptions
+            json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
+        other = self.from_fast(file)
+        return other is not None and other.fingerprint == self.fingerprint
 
     def _agrees(self, fast: Any) -> bool:
         return fast.token_to_id(END_OF_TEXT) == self.eot and self._same_ids(fast, add_special_tokens=True)
@@ -182,6 +191,24 @@ class Tokenizer:
         return tokenizer
 
 
+def _is_plain_bpe(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json holds nothing but GPT-2's splitting and merges in the order of their ids.
+
+    That is all that ranks can say: samples would not show a normalizer, or two ids that were exchanged.
+    """
+    model, split, after = content["model"], content["pre_tokenizer"] or {}, content["post_processor"] or {}
+    vocabulary = model["vocab"]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    merged = [vocabulary["".join(pair)] for pair in pairs]
+    made = {rank for word, rank in vocabulary.items() if len(word) > 1 and word != END_OF_TEXT}
+    bare = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    plain = all((model.get(key) or None) == value for key, value in bare.items()) and not model.get("byte_fallback")
+    splits = (split.get("type"), split.get("add_prefix_space"), split.get("use_regex")) == ("ByteLevel", False, True)
+    alone = [token["content"] for token in content["added_tokens"]] == [END_OF_TEXT]
+    idle = content["normalizer"] is None and after.get("type", "ByteLevel") == "ByteLevel"
+    return plain and splits and alone and idle and merged == sorted(merged) and set(merged) == made
+
+
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str] | None) -> Tokenizer:
     """The configured tokenizer; only a bpe without `ranks` looks at `texts`, and only at the first train_bytes.
 
@@ -208,7 +235,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str] | None) -> Tok
         return Tokenizer("gpt2", _stock_gpt2_ranks())
     if config.vocab_size is None:
         raise ConfigError("tokenizer.vocab_size is missing: a bpe needs it to be trained")
-    sample = list(_first_bytes(texts or (), config.train_bytes))
+    sample = list(_first_bytes(_cut(texts or ()), config.train_bytes))
     if not sample:
         raise ConfigError("tokenizer=bpe has no text to be trained on: the training stories are empty")
     return Tokenizer("bpe", train_bpe(sample, config.vocab_size))
@@ -278,6 +305,17 @@ def _stock_gpt2_ranks() -> dict[bytes, int]:
             f"tokenizer=gpt2: GPT-2's files are not in {cache} and cannot be downloaded ({type(error).__name__}); set "
             "TIKTOKEN_CACHE_DIR to a folder that has them, or tokenizer.ranks=<gpt2.tiktoken>, or use tokenizer=bpe"
         ) from None
+
+
+def _cut(texts: Iterable[str]) -> Iterator[str]:
+    """Texts without a word of more than LONGEST characters: training a BPE takes time by the square of it."""
+    told = False
+    for text in texts:
+        pieces = LONG.sub(lambda word: "\0".join(re.findall(f"(?s).{{1,{LONGEST}}}", word[0])), text).split("\0")
+        if len(pieces) > 1 and not told:
+            told = True
+            log.info(f"tokenizer: words of more than {LONGEST:,} characters are cut there to train it")
+        yield from pieces
 
 
 def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tapernorm.config.options import TokenizerConfig
 from tapernorm.config.schema import ConfigError
 from tapernorm.data import tokenizer as tokenizer_module
 from tapernorm.data import toy
-from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
+from tapernorm.data.tokenizer import Tokenizer, build_tokenizer, train_bpe
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
@@ -178,3 +180,67 @@ def test_a_70k_vocabulary_keeps_its_ids() -> None:
     assert large.n_vocab == 70_257
     assert large.encode(" w69999") == [70_255]
     assert tokenizer_module.END_OF_TEXT == "<|endoftext|>"
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[Path, dict[str, Any], Tokenizer]:
+    """A trained tokenizer's tokenizer.json, what is in it, and the tokenizer."""
+    texts = [toy.story(2, index) for index in range(100)]
+    tokenizer = Tokenizer("bpe", train_bpe(texts, 400))
+    fast = tokenizer.to_fast()
+    assert fast is not None
+    fast.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json", json.loads((tmp_path / "tokenizer.json").read_text()), tokenizer
+
+
+def exchanged(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[-9:-7]  # rare ones, which no probe has
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+P43 = {
+    "two ids exchanged": exchanged,
+    "two merges exchanged": lambda content: content["model"]["merges"].insert(0, content["model"]["merges"].pop()),
+    "a merge less": lambda content: content["model"]["merges"].pop(),
+    "a normalizer": lambda content: content.update(normalizer={"type": "Lowercase"}),
+    "a prefix space": lambda content: content["pre_tokenizer"].update(add_prefix_space=True),
+    "another split": lambda content: content.update(pre_tokenizer={"type": "Whitespace"}),
+    "an added token": lambda content: content["added_tokens"].append(
+        content["added_tokens"][0] | {"id": 999, "content": "X"}
+    ),
+    "a template": lambda content: content.update(
+        post_processor={"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    ),
+    "dropout": lambda content: content["model"].update(dropout=0.1),
+    "a prefix": lambda content: content["model"].update(continuing_subword_prefix="##"),
+}
+
+
+@pytest.mark.parametrize("case", P43)
+def test_P43_another_tokenizer_is_told_by_its_structure(
+    exported: tuple[Path, dict[str, Any], Tokenizer], case: str
+) -> None:
+    file, content, tokenizer = exported
+    before = Tokenizer.from_fast(file)
+    assert before is not None and before.fingerprint == tokenizer.fingerprint and tokenizer.same_as_fast(file) is True
+    P43[case](content)
+    file.write_text(json.dumps(content))
+    assert Tokenizer.from_fast(file) is None and tokenizer.same_as_fast(file) is not True
+    with pytest.raises(ConfigError, match=r"is not a usable tokenizer\.json"):
+        build_tokenizer(TokenizerConfig(kind="bpe", ranks=str(file)), None)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("word", ["acgt" * 50_000, " " * 200_000, "!?" * 100_000, "é" * 150_000])
+def test_P40_a_long_word_is_cut_to_train_and_encoded_whole(word: str, said: list[str]) -> None:
+    texts = [toy.story(2, index) for index in range(20)]
+    tokenizer = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), [*texts, word])
+    assert said == ["tokenizer: words of more than 1,000 characters are cut there to train it"]
+    assert tokenizer.decode(tokenizer.encode(word)) == word
+
+
+def test_P40_texts_without_long_words_train_the_same_tokenizer(said: list[str]) -> None:
+    texts = [toy.story(2, index) for index in range(20)] + ["a" * 1000]
+    assert build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), texts)._ranks == train_bpe(texts, 300)
+    assert said == []
