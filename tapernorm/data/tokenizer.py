@@ -155,10 +155,10 @@ class Tokenizer:
     def same_as_fast(self, file: Path) -> bool | None:
         """Whether a tokenizer.json of the tokenizers library is this tokenizer; None if it cannot be read."""
         try:
-            json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+            plain = _is_plain_bpe(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        other = self.from_fast(file)
+        other = self.from_fast(file) if plain else None
         return other is not None and other.fingerprint == self.fingerprint
 
     def _agrees(self, fast: Any) -> bool:
