@@ -71,7 +71,11 @@ def help_text(description: str, schema: type) -> str:
     meanings = dict(all_keys(schema)) | fields
     values = dict(leaves(to_dict(Config()) if training else defaults(schema)))
     lines = [description.strip()]
-    groups = [path for path in sorted(CONFIGS.iterdir()) if path.is_dir() and (training or path.name in fields)]
+    groups = [
+        path
+        for path in sorted(CONFIGS.iterdir())
+        if path.is_dir() and ((training and path.name != "suite") or path.name in fields)
+    ]
     if groups:
         lines += ["", "Groups (group=choice):", *(f"  {path.name:<12} {', '.join(choices(path))}" for path in groups)]
     lines += ["", "Keys (key=value), with their defaults:"]

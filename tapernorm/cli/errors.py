@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tapernorm.config.options import Config
 from tapernorm.config.schema import ConfigError, wrong_key
-from tapernorm.runtime import dist
+from tapernorm.runtime import dist, typed
+from tapernorm.runtime.typed import word_of_shell
 
 COMPOSITION_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -92,12 +93,23 @@ def explain(error: Exception, schema: type = Config) -> str:
         return _unknown_choice(group, choice, error.options)
     if found := re.match(r"Could not override '([^']+)'", text):
         return wrong_key(found[1], schema)
-    if found := re.match(r"Ambiguous value for argument '(.+)'", text):
-        quoted = f"put quotes inside quotes around a text with commas: \"{found[1]}='a, b'\""
+    if found := re.match(r"(?s)Ambiguous value for argument '([^=]+)=(.+?)'", text):
+        key, value = found.groups()
         sweep = "add --multirun for a sweep, " if schema is Config else ""
-        return f"{found[1]} lists several values; {sweep}write [...] for a list, or {quoted}"
+        quoted = word_of_shell(f"{key}={typed.quoted(value)}")
+        return f"{key}={value} lists several values; {sweep}write {key}=[{value}] for a list, or {quoted} for a text"
     if isinstance(error, OverrideParseException):
-        return f"cannot read '{error.override}'; write key=value, and quote special characters: \"key='a value'\""
+        key, is_, value = str(error.override).partition("=")
+        hint = (
+            word_of_shell(f"{key}={typed.quoted(value)}") if is_ and re.fullmatch(r"[\w.+~/@]+", key) else "key=value"
+        )
+        return f"cannot read {error.override}; write {hint}"
+    if "Config group override must be a string" in text:
+        empty = [word for word in sys.argv if re.fullmatch(r"[\w/]+=(null|true|false|[\d.]+)", word)]
+        groups = [word for word in empty if (CONFIGS / word.partition("=")[0]).is_dir()]
+        for word in groups[:1]:
+            group = word.partition("=")[0]
+            return f"{word}: {group} has {', '.join(choices(CONFIGS / group))}"
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text}: {error.__cause__}"
     text = re.sub(r"See https?://\S+ for details\.?", "", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -23,7 +24,9 @@ def check_replayed(argv: list[str]) -> None:
     .hydra/config.yaml holds none of these and no defaults list. The command line and --config-dir are the user's own.
     Raises ConfigError, one line, before Hydra reads anything.
     """
-    given = get_args_parser().parse_args(argv[1:])
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]  # which prints its usage otherwise
+    given = parser.parse_args(argv[1:])
     if given.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun opens a pickle, which can execute code; use --config-path RUN/.hydra")
     directory = CONFIGS
@@ -45,6 +48,13 @@ def check_replayed(argv: list[str]) -> None:
     ours = {"train.yaml", "config.yaml"} & {file.name for file in files}
     if name is None and Path(argv[0]).stem == "train" and ours == {"config.yaml"}:
         raise ConfigError(f"--config-path {given.config_path}: add --config-name config, which is the file in it")
+
+
+def _refuse(message: str) -> NoReturn:
+    key = re.search(r"--?([\w.]+=\S*)", message)
+    raise ConfigError(
+        f"{message}; write {key[1]}, without dashes" if key else f"{message}; see --help and --hydra-help"
+    )
 
 
 def _check_saved(file: Path) -> None:

@@ -81,6 +81,8 @@ def start(config: DictConfig) -> Sweep:
     basic = str(config.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
     params = config.hydra.sweeper.get("params") or {}
     arguments = [*(f"{key}={value}" for key, value in params.items()), *as_typed(config.hydra.overrides.task)]
+    if isinstance(config.sweep.name, float | bool):  # what was typed is lost: 12e4 is 120000.0 now
+        raise ConfigError(f"sweep.name={config.sweep.name} is no text; write \"sweep.name='...'\"")
     name = str(config.sweep.name or sweep_name(arguments))
     if safe_name(name) != name:
         raise ConfigError(f"sweep.name={name}: use letters, digits and . _ + - alone")

@@ -27,7 +27,7 @@ def absolute_paths(tree: dict[str, Any], launch_dir: Path, prefix: str = "") -> 
 def _absolute(key: str, value: Any, launch_dir: Path) -> Any:
     if isinstance(value, list):
         return [_absolute(key, item, launch_dir) for item in value]
-    if not isinstance(value, str) or value in ("", "???", WORDS.get(key)):
+    if not isinstance(value, str) or value in ("", "???", "None", "NULL", WORDS.get(key)):
         return value
     path = launch_dir / Path(value).expanduser()
     is_path = (

@@ -49,19 +49,26 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     Raises ConfigError, one line: what `check_known` refuses, 'None' for null, else every wrong type and range.
     """
     check_known(tree, schema)
-    words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
-    if words:
-        raise ConfigError("; ".join(f"{key}='{value}' is a string; write {key}=null" for key, value in words))
+    text = json.dumps(tree, default=str) if any(value in ("None", "NULL") for _, value in leaves(tree)) else ""
+    meant = json.loads(text, object_pairs_hook=_with_null) if text else tree
     try:
         # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
-        return TypeAdapter(schema).validate_json(json.dumps(tree))
+        found = TypeAdapter(schema).validate_json(json.dumps(meant))
     except ValidationError as error:
         # Of a list whose items are wrong, pydantic says that it is too short as well.
         wrong = {item["loc"][:-1] for item in error.errors()}
         told = [item for item in error.errors() if item["type"] != "too_short" or item["loc"] not in wrong]
-        raise ConfigError("; ".join(dict.fromkeys(_explain(item, tree) for item in told))) from None
+        raise ConfigError("; ".join(dict.fromkeys(_explain(item, meant) for item in told))) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
+    if text:
+        words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
+        raise ConfigError("; ".join(f"{key}='{value}' is a string; write {key}=null" for key, value in words))
+    return found
+
+
+def _with_null(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if value in ("None", "NULL") else value for name, value in pairs}
 
 
 def check_known(tree: Mapping[str, Any], schema: type) -> None:

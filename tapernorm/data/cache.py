@@ -71,10 +71,11 @@ def find(entry: Path, read: Callable[[Path], Found]) -> tuple[Found | None, str]
     if not entry.is_dir():
         return None, ""
     try:
+        found = read(entry)
         for name, known in read_report(entry).get("checksums", {}).items():
             if checksum(entry / name) != known:
                 return None, f"{name} is not as it was written"
-        return read(entry), ""
+        return found, ""
     except OSError as error:
         return None, f"{Path(error.filename or entry).name}: {error.strerror}"
     except (ValueError, KeyError) as error:

@@ -25,10 +25,6 @@ BYTES = Tokenizer("bytes", {bytes([byte]): byte for byte in range(256)})
 DOCUMENTS = [f"Document {number} of the web.\nIt has two lines." for number in range(1000)]
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def hub_config(cache: Path, **keys: Any) -> Config:
     return config_for(cache, {"kind": "hub", "path": "owner/name", **keys})
 
@@ -78,7 +74,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
 def test_two_splits_are_read_as_far_as_their_limits(tmp_path: Path, hub: Callable[..., Hub]) -> None:
     made = hub(train=DOCUMENTS, validation=["one", "", "two", "one", "three", "four"])
     keys = {"max_stories": 50, "max_valid_stories": 3, "subset": "all", "revision": "v1"}
-    prepared = prepare(hub_config(tmp_path, **keys), silent)
+    prepared = prepare(hub_config(tmp_path, **keys))
     assert splits_of(prepared) == {"train": DOCUMENTS[:50], "valid": ["one", "two", "three"]}
     assert made.read == [50, 5]  # what is dropped does not count
     common = {"path": "owner/name", "name": "all", "revision": "v1", "streaming": True}
@@ -89,33 +85,33 @@ def test_two_splits_are_read_as_far_as_their_limits(tmp_path: Path, hub: Callabl
 def test_a_held_out_split_is_seeded_and_does_not_read_the_whole_stream(tmp_path: Path, hub: Callable[..., Hub]) -> None:
     made = hub(train=DOCUMENTS)
     keys = {"valid_split": None, "held_out": 0.1, "max_stories": 200, "max_valid_stories": 10}
-    first = splits_of(prepare(hub_config(tmp_path, **keys), silent))
+    first = splits_of(prepare(hub_config(tmp_path, **keys)))
     assert len(first["train"]) == 200 and len(first["valid"]) == 10 and not set(first["train"]) & set(first["valid"])
     assert {request["split"] for request in made.asked} == {"train"}
     assert made.read[0] < 300 and made.read[1] < 200  # about 200 / 0.9, and 10 / 0.1
     chosen = [text for text in DOCUMENTS if document_hash(text) < 0.1 * 2**64]
     assert first["valid"] == chosen[:10]
-    other = splits_of(prepare(hub_config(tmp_path, **keys, split_seed=7), silent))
+    other = splits_of(prepare(hub_config(tmp_path, **keys, split_seed=7)))
     assert other["valid"] != first["valid"] and not set(other["train"]) & set(other["valid"])
     salted = [text for text in DOCUMENTS if document_hash(text, 7) < 0.1 * 2**64]
     assert other["valid"] == salted[:10] and len(set(salted) & set(chosen)) < 40
     # The validation split alone, as evaluation reads it, is the same and needs no training text.
     made.read.clear()
-    valid = prepare_valid(hub_config(tmp_path, **keys), BYTES, silent)
+    valid = prepare_valid(hub_config(tmp_path, **keys), BYTES)
     assert stories_of(valid, BYTES) == first["valid"] and made.read[0] < 200
 
 
 def test_a_limit_on_training_alone_ends_the_held_out_split_too(tmp_path: Path, hub: Callable[..., Hub]) -> None:
     made = hub(train=DOCUMENTS)
-    prepared = prepare(hub_config(tmp_path, valid_split=None, held_out=0.2, max_stories=100), silent)
+    prepared = prepare(hub_config(tmp_path, valid_split=None, held_out=0.2, max_stories=100))
     assert prepared.valid.n_documents == 25 and max(made.read) < 300
 
 
 def test_the_split_of_seed_0_is_that_of_text_files(tmp_path: Path) -> None:
     write_any(tmp_path / "a.jsonl", DOCUMENTS)
-    text = splits_of(prepare(text_config(tmp_path / "c", tmp_path / "a.jsonl", held_out=0.03), silent))
+    text = splits_of(prepare(text_config(tmp_path / "c", tmp_path / "a.jsonl", held_out=0.03)))
     keys = {"path": str(tmp_path / "a.jsonl"), "held_out": 0.03}
-    assert splits_of(prepare(hub_config(tmp_path / "c", **keys), silent)) == text
+    assert splits_of(prepare(hub_config(tmp_path / "c", **keys))) == text
 
 
 def test_every_setting_that_decides_the_text_is_in_its_identity() -> None:
@@ -148,10 +144,10 @@ def test_faults_of_the_hub_are_one_line(tmp_path: Path, hub: Callable[..., Hub])
         ({}, r"dataset\.path=owner/name, split validation: ValueError: Unknown split validation"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            prepare(hub_config(tmp_path, **keys), silent)
+            prepare(hub_config(tmp_path, **keys))
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"suite\.web\.path=owner/name has no column"):
-        prepare_valid(hub_config(tmp_path, field="body", valid_split=None), BYTES, silent, key="suite.web")
+        prepare_valid(hub_config(tmp_path, field="body", valid_split=None), BYTES, key="suite.web")
 
 
 # ------------------------------------------------------------------------------------------------------- named choices
@@ -166,7 +162,7 @@ def test_P17_named_data_sets_without_a_hub(name: str, tmp_path: Path, monkeypatc
     with initialize_config_dir(str(composition.CONFIGS), version_base="1.3"):
         composed = composition.plain(compose("train", [f"dataset={name}", "tokenizer=bytes", f"cache_dir={tmp_path}"]))
     with pytest.raises(ConfigError) as caught:
-        prepare(build(composed), silent)
+        prepare(build(composed))
     key = "dataset.source.path" if name == "pile_filtered" else "dataset.path"
     message = str(caught.value)
     assert f"dataset {name.removesuffix('_filtered')}" in message and f"{key}=<folder>" in message
@@ -189,7 +185,7 @@ def test_a_folder_as_the_pile_lies_on_the_hub(tmp_path: Path) -> None:
     write_zst(folder / "val.jsonl.zst", ["five"])
     write_zst(folder / "test.jsonl.zst", ["six"])
     (folder / "README.md").write_text("no text")
-    prepared = prepare(hub_config(tmp_path / "c", path=str(folder)), silent)
+    prepared = prepare(hub_config(tmp_path / "c", path=str(folder)))
     assert splits_of(prepared) == {"train": [*DOCUMENTS[:5], "naïve"], "valid": ["five"]}
 
 
@@ -198,7 +194,7 @@ def test_several_frames_of_zstandard(tmp_path: Path) -> None:
         write_zst(tmp_path / f"{name}.zst", texts)
     both = (tmp_path / "a.zst").read_bytes() + (tmp_path / "b.zst").read_bytes()
     (tmp_path / "all.jsonl.zst").write_bytes(both)
-    prepared = prepare(hub_config(tmp_path / "c", path=str(tmp_path / "all.jsonl.zst"), held_out=1e-9), silent)
+    prepared = prepare(hub_config(tmp_path / "c", path=str(tmp_path / "all.jsonl.zst"), held_out=1e-9))
     assert splits_of(prepared)["train"] == DOCUMENTS[:6]
 
 
@@ -208,7 +204,7 @@ def test_a_folder_without_a_validation_file_holds_one_out(tmp_path: Path, names:
     for name, texts in halves.items():
         write_any(tmp_path / "copy" / name, texts)
     write_any(tmp_path / "copy" / "test.parquet", ["not read"])
-    splits = splits_of(prepare(hub_config(tmp_path / "c", path=str(tmp_path / "copy"), held_out=0.2), silent))
+    splits = splits_of(prepare(hub_config(tmp_path / "c", path=str(tmp_path / "copy"), held_out=0.2)))
     assert 20 < len(splits["valid"]) < 60 and sorted(splits["train"] + splits["valid"]) == sorted(DOCUMENTS[:200])
 
 
@@ -216,9 +212,9 @@ def test_a_folder_with_validation_files_alone_can_be_evaluated_on(tmp_path: Path
     (tmp_path / "copy").mkdir()
     write_any(tmp_path / "copy" / "val.jsonl", ["one", "two"])
     config = hub_config(tmp_path / "c", path=str(tmp_path / "copy"), max_valid_stories=1)
-    assert stories_of(prepare_valid(config, BYTES, silent), BYTES) == ["one"]
+    assert stories_of(prepare_valid(config, BYTES), BYTES) == ["one"]
     with pytest.raises(ConfigError, match=r"dataset\.path=.*there is no document to train on"):
-        prepare(config, silent)
+        prepare(config)
 
 
 def test_large_files_that_are_read_in_part_are_recognized_by_their_ends(
