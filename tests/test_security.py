@@ -26,6 +26,7 @@ from tapernorm.config.schema import ConfigError, to_dict
 from tapernorm.data.prepare import prepare
 from tapernorm.data.tokenizer import build_tokenizer
 from tapernorm.model.hf import open_pretrained
+from tapernorm.runtime.log import LOGGER, open_log, printable
 from tapernorm.runtime.saved import load_run
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import train
@@ -382,3 +383,24 @@ def test_no_secret_is_written_or_said(tmp_path: Path) -> None:
     assert not found
     for text in said:
         assert not any(marker in text for marker in MARKERS), text
+
+
+@pytest.mark.parametrize("what", ["\x1b]0;owned\x07", "\x1b[2J", "\r", "\x08", "\x9b31m", "\u202e", "\x00"])
+def test_P66_what_a_model_writes_steers_no_terminal(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_log(tmp_path):
+        LOGGER.info(f"sample 1: a{what}b\tc")
+        LOGGER.warning(f"{what}")
+    for text in (capsys.readouterr().out, (tmp_path / "run.log").read_text(encoding="utf-8")):
+        assert what not in text.replace("\r\n", "\n") and "a\ufffd" in text and "b\tc" in text
+    assert printable(f"one{what}\ntwo\tthree").startswith("one\ufffd") and "\ntwo\tthree" in printable(
+        f"one{what}\ntwo\tthree"
+    )
+
+
+def test_P66_samples_and_continuations_are_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tapernorm.cli import continuation
+
+    continuation._print("a\x1b[2Jb\n")
+    assert capsys.readouterr().out == "a\ufffd[2Jb\n"

@@ -14,6 +14,7 @@ from tapernorm.config.schema import ConfigError
 from tapernorm.data.tokenizer import Tokenizer
 from tapernorm.model.generate import generate
 from tapernorm.runtime.device import keep_freed_memory, pick_device
+from tapernorm.runtime.log import printable
 from tapernorm.training import checkpoint as checkpoints
 
 log = logging.getLogger(__name__)
@@ -107,4 +108,4 @@ def continue_text(config: GenerateConfig, write: Callable[[str], object] | None 
 
 def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # a terminal that lacks a character gets a question mark, not an error
-    print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
+    print(printable(text).encode(encoding, errors="replace").decode(encoding), end="", flush=True)

@@ -183,7 +183,23 @@ def go_on(
         f"going on from {checkpoint}" if checkpoint else "no checkpoint yet: starting again from step 0",
         *(f"{key}: {show(old)} -> {show(new)}" for key, old, new in changed),
     ]
-    return Start(resolve(build(resolved)), kept, saved.directory, checkpoint, notes)
+    config = resolve(build(resolved))
+    if grows:
+        notes += _of_the_rate(config)
+    return Start(config, kept, saved.directory, checkpoint, notes)
+
+
+def _of_the_rate(config: Config) -> list[str]:
+    """What a longer run should know of its learning rate. Raises ConfigError where that would be 0."""
+    optim, steps = config.optim, config.trainer.max_steps
+    assert optim.lr is not None and optim.decay_steps is not None
+    if optim.decay_steps >= steps:
+        return []
+    low, remedy = optim.min_lr_ratio * optim.lr, f"optim.decay_steps={steps} lets it fall until the new end"
+    told = f"the learning rate is {low:.3g} from step {optim.decay_steps} on; {remedy}"
+    if low == 0:
+        raise ConfigError(f"trainer.max_steps={steps}: {told}")
+    return [told]
 
 
 def changes(
@@ -214,6 +230,8 @@ def changes(
 def _may_change(key: str, old: Any, new: Any, *, longer: bool) -> bool:
     if key == "trainer.max_steps":
         return longer and isinstance(new, int) and new > old
+    if key == "optim.decay_steps":  # of a run that is made longer
+        return longer and isinstance(new, int) and isinstance(old, int) and new > old
     return within(key, ADJUSTABLE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,17 +16,23 @@ from tapernorm.config.schema import ConfigError
 
 LOGGER = logging.getLogger("tapernorm")
 LOCK_FILE = "run.lock"
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")  # all but tab and newline
 
 
 class InUse(ConfigError):
     """Another process works in this run's directory."""
 
 
+def printable(text: str) -> str:
+    """`text` without what steers a terminal, as a model may write it: control characters become U+FFFD."""
+    return CONTROLS.sub("\ufffd", text)
+
+
 class Lines(logging.Formatter):
     """A message as it is, a warning with the word before it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return ("warning: " if record.levelno >= logging.WARNING else "") + super().format(record)
+        return ("warning: " if record.levelno >= logging.WARNING else "") + printable(super().format(record))
 
 
 class Console(logging.Handler):

@@ -12,6 +12,7 @@ import torch
 from tapernorm.config.schema import write_text
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
+from tapernorm.runtime.log import printable
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
 from tapernorm.training import checkpoint as checkpoints
@@ -122,7 +123,7 @@ def write_samples(run: TrainingRun) -> None:
     texts: list[str] = []
     try:
         rows = generate(run.whole_model(), prompts, length, eot=tokenizer.eot, seed=run.config.seed)
-        texts = [tokenizer.decode(row) for row in rows]
+        texts = [printable(tokenizer.decode(row)) for row in rows]
     except Exception as error:  # such as logits that are not finite: the results stand all the same
         log.warning(f"no samples ({type(error).__name__}: {error})")
     if dist.leads():

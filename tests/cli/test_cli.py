@@ -403,6 +403,28 @@ def test_P16_what_may_change_is_said(launch, trainer, interrupted):
     assert status == 0 and "nothing to do" in out
 
 
+def test_P57_a_longer_run_says_what_its_learning_rate_does(launch, trainer, interrupted):
+    status, out, _ = launch(f"resume={interrupted}", "trainer.max_steps=60")
+    assert status == 0
+    assert "the learning rate is 0.0003 from step 30 on; optim.decay_steps=60 lets it fall until the new end" in out
+    status, out, _ = launch(f"resume={interrupted}", "trainer.max_steps=90", "optim.decay_steps=90")
+    assert status == 0 and "the learning rate is" not in out and "optim.decay_steps: 30 -> 90" in out
+    assert (trainer.calls[-1][0].optim.decay_steps, trainer.calls[-1][0].trainer.max_steps) == (90, 90)
+    status, _, err = launch(f"resume={interrupted}", "optim.decay_steps=50")
+    assert status == 2 and "optim.decay_steps: 90 -> 50" in err
+
+
+def test_P57_a_longer_run_at_rate_0_is_refused(launch, trainer):
+    trainer.fail = lambda config: None
+    assert launch("experiment=smoke", "optim.min_lr_ratio=0", "run_dir=zero")[0] == 0
+    before = {path: path.read_bytes() for path in Path("zero").rglob("*") if path.is_file()}
+    status, _, err = launch("resume=zero", "trainer.max_steps=60")
+    assert status == 2 and err.count("\n") == 1
+    assert "trainer.max_steps=60: the learning rate is 0 from step 30 on; optim.decay_steps=60 lets it fall" in err
+    assert {path: path.read_bytes() for path in Path("zero").rglob("*") if path.is_file()} == before
+    assert launch("resume=zero", "trainer.max_steps=60", "optim.decay_steps=60")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
