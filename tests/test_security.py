@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from tapernorm.cli import errors, replay
 from tapernorm.config.options import Config
 from tapernorm.config.resolve import build, resolve
-from tapernorm.config.schema import ConfigError, to_dict
+from tapernorm.config.schema import ConfigError, to_dict, write_text
 from tapernorm.data.prepare import prepare
-from tapernorm.data.tokenizer import build_tokenizer
+from tapernorm.data.tokenizer import Tokenizer, build_tokenizer
 from tapernorm.model.hf import open_pretrained
-from tapernorm.runtime.log import LOGGER, open_log, printable
+from tapernorm.runtime.log import LOGGER, append_log, open_log, printable
+from tapernorm.runtime.record import MetricsFile
 from tapernorm.runtime.saved import load_run
 from tapernorm.training import checkpoint as checkpoints
 from tapernorm.training.loop import train
@@ -404,3 +405,65 @@ def test_P66_samples_and_continuations_are_printable(tmp_path: Path, capsys: pyt
 
     continuation._print("a\x1b[2Jb\n")
     assert capsys.readouterr().out == "a\ufffd[2Jb\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json.tmp", "config.yaml.tmp", "report.html.tmp", "data.json.tmp", "samples.txt.tmp"]
+)
+def test_P64_no_link_is_followed_for_writing(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "run" / name.removesuffix(".tmp")
+    (tmp_path / "run" / name).symlink_to(precious)
+    write_text(target, "ours")
+    assert target.read_text() == "ours" and precious.read_text() == "mine"
+    target.unlink()
+    target.symlink_to(precious)
+    write_text(target, "ours")
+    assert target.read_text() == "ours" and precious.read_text() == "mine" and not target.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["run.log", "metrics.jsonl"])
+def test_P64_nothing_is_appended_through_a_link(tmp_path: Path, name: str) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    precious.write_text('{"step": 1}\n')
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    if name == "run.log":
+        append_log(folder, "a line")
+        with pytest.raises(ConfigError, match="cannot be written"), open_log(folder):
+            pass
+    else:
+        with pytest.raises(OSError, match="symbolic links"):
+            MetricsFile(folder)
+    assert precious.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", ".hidden"])
+def test_P64_a_data_set_stays_in_the_cache(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"dataset\.name=.* is to be a plain name"):
+        build({"dataset": {"kind": "toy", "name": name}})
+
+
+@pytest.mark.parametrize(
+    "claim", [{"d_model": 1 << 20, "head_dim": 1 << 10}, {"n_layer": 1 << 30}, {"d_ff": 1 << 40}, {"n_ctx": 1 << 50}]
+)
+@pytest.mark.timeout(60)
+def test_P64_shapes_are_compared_before_memory_is_taken(
+    tiny: Callable[..., Config], tmp_path: Path, claim: dict[str, int]
+) -> None:
+    train(tiny(), tmp_path / "run")
+    path = checkpoints.find(tmp_path / "run")
+    tree = yaml.safe_load((path / "config.yaml").read_text())
+    tree["model"] |= claim
+    (path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"is not of the model in config\.yaml|model\.n_(ctx|layer)=") as told:
+        checkpoints.load_model(path)
+    assert "\n" not in str(told.value)
+
+
+def test_P64_a_rank_beyond_all_vocabularies_is_refused() -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 10**12}
+    with pytest.raises(ValueError, match="rank 1000000000000 is beyond 16,777,216 ids"):
+        Tokenizer("bpe", ranks)

@@ -16,7 +16,7 @@ from tapernorm.analysis import published
 from tapernorm.analysis.measure import Subject, Text, fold_as_asked, load, measure
 from tapernorm.analysis.results import Measured, compare, labels
 from tapernorm.config.programs import EvaluateConfig
-from tapernorm.config.schema import ConfigError
+from tapernorm.config.schema import ConfigError, write_text
 from tapernorm.model.fold import describe
 from tapernorm.model.hf import is_hub_form
 from tapernorm.runtime.device import keep_freed_memory, pick_device
@@ -178,10 +178,12 @@ def _write(config: EvaluateConfig, paths: Sequence[Path], report: Mapping[str, A
     own = directory / f"{stem if what is None else f'{stem}-{what}'}.json"
     path = Path(config.out) if config.out else own
     try:
+        fresh = path.with_name(f"{path.name}.new")
+        write_text(fresh, text)  # before the earlier one moves: a full disk takes nothing away
         if not config.out and path.exists() and path.read_text(encoding="utf-8") != text:
             names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
             log.info(f"the earlier {path.name} is now {path.rename(next(n for n in names if not n.exists())).name}")
-        path.write_text(text, encoding="utf-8")
+        fresh.replace(path)
     except OSError as error:
         raise ConfigError(f"out={path} cannot be written: {error.strerror}") from None
     log.info(f"written to {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from tapernorm.analysis.charts import DRIFT_CHART, GAP, LOGITS_CHART, drawn
 from tapernorm.analysis.compare import Comparison
 from tapernorm.analysis.runs import DRIFT
+from tapernorm.config.schema import write_text
 
 # Okabe and Ito's colours, for all kinds of colour vision, without the yellow, which paper swallows; grey: baseline.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#A6761D", "#44337A")
@@ -43,7 +45,9 @@ def write_figures(comparison: Comparison, out: Path) -> list[str]:
         lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
         handles = {label: line for label, line in lines.items() if not label.startswith("_")}  # _: matplotlib's own
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(out / name, dpi=130)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=130, format=name.rpartition(".")[2])
+        write_text(out / name, image.getvalue())
     return list(PANELS)
 
 

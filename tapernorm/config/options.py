@@ -32,8 +32,8 @@ class ModelConfig:
     """A pre-norm decoder. The defaults are Llama's block (RoPE, SwiGLU, RMSNorm, no biases); GPT-2 is model=gpt2."""
 
     name: str = meaning("label of the size in tables and directory names", "custom")
-    n_layer: PositiveInt = meaning("number of blocks", 8)
-    n_ctx: PositiveInt = meaning("context length in tokens", 512)
+    n_layer: Annotated[PositiveInt, Field(le=4096)] = meaning("number of blocks", 8)
+    n_ctx: Annotated[PositiveInt, Field(le=1 << 22)] = meaning("context length in tokens", 512)
     d_model: PositiveInt = meaning("width of the residual stream", 64)
     head_dim: PositiveInt = meaning("width of one attention head; d_model must be a multiple of it", 32)
     d_ff: PositiveInt | None = meaning(

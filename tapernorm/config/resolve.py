@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tapernorm.config.options import GATED, CalibrationConfig, Config
-from tapernorm.config.schema import ConfigError, validate
+from tapernorm.config.schema import ConfigError, leaves, to_dict, validate
 from tapernorm.config.sites import STAGES, removal_order, select_sites
 
 
@@ -23,7 +24,10 @@ def build(tree: Mapping[str, Any]) -> Config:
 
 
 def _check_relations(config: Config) -> None:
-    """Ranges that involve more than one key."""
+    """Ranges that involve more than one key, and names that become files."""
+    for key, value in leaves(to_dict(config.dataset), "dataset."):
+        if key.endswith(".name") and (value != Path(value).name or value.startswith(".")):
+            raise ConfigError(f"{key}={value} is to be a plain name, as it begins that of a directory of the cache")
     model, trainer, anchor = config.model, config.trainer, config.anchor
     norm = config.norm.source if config.norm.kind == "folded" else config.norm
     if model.d_model % model.head_dim:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 import types
 import typing
@@ -113,15 +114,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def write_text(path: Path, text: str) -> None:
-    """Atomically: a kill or a full disk leaves the file that was there before, or none, but never half of one."""
+def write_text(path: Path, text: str | bytes) -> None:
+    """Atomically: a kill or a full disk leaves the file that was there before, or none, but never half of one.
+
+    No link is followed, as a directory from somebody else may hold: a new file takes the place of what has the name.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def no_link(path: str, flags: int) -> int:
+    """An `opener` for files that are appended to, which a link in a foreign directory must not lead astray."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

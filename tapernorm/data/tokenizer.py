@@ -26,6 +26,7 @@ from tapernorm.config.schema import ConfigError
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_IDS = 1 << 24  # more would only fill the memory
 LONGEST = 1000  # characters of a word that a BPE is trained on
 LONG = re.compile(rf"\S{{{LONGEST + 1},}}|\s{{{LONGEST + 1},}}")
 # GPT-2's split pattern in the possessive form that tiktoken uses; the same pieces as the original, without backtracking
@@ -60,6 +61,8 @@ class Tokenizer:
             raise ValueError(f"{len(missing)} of the 256 single bytes have no rank, the first is byte {missing[0]}")
         if len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
             raise ValueError("two tokens share a rank, or a rank is negative")
+        if max(ranks.values()) >= MOST_IDS:
+            raise ValueError(f"rank {max(ranks.values())} is beyond {MOST_IDS:,} ids")
         self.name = name
         self.pattern = pattern
         self.eot = max(ranks.values()) + 1

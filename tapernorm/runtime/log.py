@@ -7,12 +7,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from tapernorm.config.schema import ConfigError
+from tapernorm.config.schema import ConfigError, no_link
 
 LOGGER = logging.getLogger("tapernorm")
 LOCK_FILE = "run.lock"
@@ -76,6 +77,9 @@ class RunLog(logging.FileHandler):
         self.setFormatter(Lines())
         self.lost = False
 
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=no_link)
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -132,5 +136,5 @@ def in_use(directory: Path) -> bool:
 
 def append_log(directory: Path, text: str) -> None:
     """Append to run.log if that is possible: what is told there has been, or will be, told in one line, too."""
-    with suppress(OSError), (directory / "run.log").open("a", encoding="utf-8") as file:
+    with suppress(OSError), open(directory / "run.log", "a", encoding="utf-8", opener=no_link) as file:
         file.write(text.rstrip("\n") + "\n")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tapernorm.config.schema import ConfigError, write_text
+from tapernorm.config.schema import ConfigError, no_link, write_text
 
 METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.html"
@@ -98,7 +98,7 @@ class MetricsFile:
 
     def __init__(self, directory: Path, until: int | None = None) -> None:
         self.path = directory / METRICS_FILE
-        self._file = self.path.open("ab", buffering=0)  # nothing is held back that a full disk did not take
+        self._file = open(self.path, "ab", buffering=0, opener=no_link)  # noqa: SIM115  # nothing is held back that a full disk did not take
         self.end = 0
         for line, row in _rows(self.path):
             if not line.endswith(b"\n") or (until is not None and row["step"] > until):

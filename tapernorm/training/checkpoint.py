@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -308,6 +308,24 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"checkpoint {path}: model.safetensors cannot be read ({error})") from None
 
 
+def check_shapes(config: Config, path: Path) -> None:
+    """Raise ConfigError if config.yaml tells of other tensors than the file's header, before any memory is taken."""
+    try:
+        with safe_open(path / "model.safetensors", "pt") as file:
+            there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"checkpoint {path}: model.safetensors cannot be read ({error})") from None
+    odd: list[str] = [f"model.n_layer={config.model.n_layer}"] if config.model.n_layer > len(there) else []
+    if not odd:
+        with torch.device("meta"):
+            here = {name: tuple(value.shape) for name, value in Decoder(config.model, config.norm).state_dict().items()}
+        odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if odd:
+        raise ConfigError(
+            f"checkpoint {path}: model.safetensors is not of the model in config.yaml: {', '.join(odd[:3])}"
+        )
+
+
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """Fill the model with a checkpoint's weights. Raises ConfigError if these are of another model."""
     try:
@@ -323,6 +341,7 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[Decoder,
     from tapernorm.data.tokenizer import Tokenizer  # here, because a training step needs none
 
     meta, config = read_meta(path), resolve(read_config(path))
+    check_shapes(config, path)
     model = Decoder(config.model, config.norm)
     load_weights(model, path)
     schedule = GateSchedule.from_config(config)
