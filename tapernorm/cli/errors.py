@@ -103,7 +103,7 @@ def explain(error: Exception, schema: type = Config) -> str:
         hint = (
             word_of_shell(f"{key}={typed.quoted(value)}") if is_ and re.fullmatch(r"[\w.+~/@]+", key) else "key=value"
         )
-        return f"cannot read {error.override}; write {hint}"
+        return f"cannot read '{error.override}'; write {hint}"
     if "Config group override must be a string" in text:
         empty = [word for word in sys.argv if re.fullmatch(r"[\w/]+=(null|true|false|[\d.]+)", word)]
         groups = [word for word in empty if (CONFIGS / word.partition("=")[0]).is_dir()]

@@ -5,8 +5,10 @@ A configuration is a frozen dataclass of pydantic's: see options.py and programs
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
@@ -50,8 +52,11 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     Raises ConfigError, one line: what `check_known` refuses, 'None' for null, else every wrong type and range.
     """
     check_known(tree, schema)
-    text = json.dumps(tree, default=str) if any(value in ("None", "NULL") for _, value in leaves(tree)) else ""
-    meant = json.loads(text, object_pairs_hook=_with_null) if text else tree
+    words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
+    meant = copy.deepcopy(dict(tree))
+    for key, _ in words:
+        *sections, last = key.split(".")
+        functools.reduce(lambda node, name: node[name], sections, meant)[last] = None
     try:
         # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
         found = TypeAdapter(schema).validate_json(json.dumps(meant))
@@ -62,14 +67,9 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
         raise ConfigError("; ".join(dict.fromkeys(_explain(item, meant) for item in told))) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the configuration holds a value that is no plain data: {error}") from None
-    if text:
-        words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
+    if words:
         raise ConfigError("; ".join(f"{key}='{value}' is a string; write {key}=null" for key, value in words))
     return found
-
-
-def _with_null(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: None if value in ("None", "NULL") else value for name, value in pairs}
 
 
 def check_known(tree: Mapping[str, Any], schema: type) -> None:

@@ -315,14 +315,12 @@ def check_shapes(config: Config, path: Path) -> None:
             there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"checkpoint {path}: model.safetensors cannot be read ({error})") from None
-    odd: list[str] = [f"model.n_layer={config.model.n_layer}"] if config.model.n_layer > len(there) else []
-    if not odd:
-        with torch.device("meta"):
-            here = {name: tuple(value.shape) for name, value in Decoder(config.model, config.norm).state_dict().items()}
-        odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    with torch.device("meta"):
+        here = {name: tuple(value.shape) for name, value in Decoder(config.model, config.norm).state_dict().items()}
+    odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     if odd:
         raise ConfigError(
-            f"checkpoint {path}: model.safetensors is not of the model in config.yaml: {', '.join(odd[:3])}"
+            f"checkpoint {path}: model.safetensors is not of the model in config.yaml: size mismatch for {odd[0]}"
         )
 
 

@@ -12,7 +12,6 @@ import torch
 from tapernorm.config.schema import write_text
 from tapernorm.runtime import dist
 from tapernorm.runtime.device import autocast
-from tapernorm.runtime.log import printable
 from tapernorm.runtime.progress import Progress, clock
 from tapernorm.runtime.record import REPORT_FILE
 from tapernorm.training import checkpoint as checkpoints
@@ -117,6 +116,7 @@ def conclude(run: TrainingRun) -> None:
 def write_samples(run: TrainingRun) -> None:
     """Generate texts, say them and write them to samples.txt."""
     from tapernorm.model.generate import generate  # here, because a training step needs none
+    from tapernorm.runtime.log import printable
 
     trainer, tokenizer, file = run.config.trainer, run.data.tokenizer, run.directory / "samples.txt"
     prompts, length = [[tokenizer.eot]] * trainer.samples, min(trainer.sample_tokens, run.config.model.n_ctx - 1)

@@ -211,11 +211,10 @@ class TrainingRun(Counters):
 
         s_tgt and the level at k_warmup go with it: anchors and drift are about the stream that the loss sees.
         """
-        wanted, until = self.config.calibration.level, self.schedule.k_taper
-        held = wanted is not None and self.config.calibration.hold and self.model.is_homogeneous
-        if not held or not self.schedule.k_warmup < step <= until or step % HOLD_INTERVAL:
+        wanted = self.config.calibration.level if self.config.calibration.hold else None
+        due = self.schedule.k_warmup < step <= self.schedule.k_taper and step % HOLD_INTERVAL == 0
+        if wanted is None or not due or not self.model.is_homogeneous:
             return
-        assert wanted is not None
         kappa = self.mean_scale() / wanted
         rescale(self.model, self.optimizer, kappa, eps=False)
         self.calibration.follow(kappa)

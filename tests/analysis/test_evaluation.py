@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 
+from tapernorm.analysis import evaluate as evaluation
 from tapernorm.analysis import measure
 from tapernorm.analysis.evaluate import evaluate_checkpoint
 from tapernorm.cli.errors import CONFIGS
@@ -517,3 +519,23 @@ def test_an_earlier_result_of_another_kind_stays(tiny: Callable[..., Config], tm
     kept = {file.name: json.loads(file.read_text())["tokens"] for file in tmp_path.glob("evaluation*.json")}
     assert kept == {"evaluation.json": 96, "evaluation-1.json": 32, "evaluation-2.json": 64}
     assert "the earlier evaluation.json is now evaluation-2.json" in said
+
+
+def test_P65_a_full_disk_leaves_the_earlier_result_where_it_is(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny(), tmp_path)
+    evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path), tokens=32, samples=0, device="cpu"))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "write_text", full)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"out=.*evaluation\.json cannot be written: No space left"):
+                evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path), tokens=64, samples=0, device="cpu"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    report = evaluate_checkpoint(EvaluateConfig(checkpoint=str(tmp_path), tokens=64, samples=0, device="cpu"))
+    assert report["tokens"] == 64 and (tmp_path / "evaluation-1.json").read_bytes() == before["evaluation.json"]

@@ -122,7 +122,7 @@ def read_summary(directory: Path) -> dict:
         (["dataset=text"], "dataset.train is missing"),
         (["dataset=text", "dataset.train=???"], "dataset.train is missing"),
         (["~seeed"], "'seeed' does not exist"),
-        (["trainer=5"], "must be a string"),
+        (["trainer=5"], "trainer=5: trainer has default"),
         (["model.head_dim=5"], "not a multiple of model.head_dim=5"),
         (["resume=nowhere"], "there is no such directory"),
         (["--multirun", "--run"], "Only one of"),
