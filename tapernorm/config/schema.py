@@ -54,8 +54,7 @@ def validate(tree: Mapping[str, Any], schema: type[Schema]) -> Schema:
     check_known(tree, schema)
     words = [(key, value) for key, value in leaves(tree) if value in ("None", "NULL")]
     meant = copy.deepcopy(dict(tree))
-    for key, _ in words:
-        *sections, last = key.split(".")
+    for *sections, last in (key.split(".") for key, _ in words):
         functools.reduce(lambda node, name: node[name], sections, meant)[last] = None
     try:
         # JSON is the strict mode that still takes lists for tuples and mappings for dataclasses.
